@@ -235,7 +235,7 @@ def torch_on_the_way() -> Iterator[str]:
 _CALLED_BY_NAME = re.compile(
     r"__getattr__|__dir__|_|do_GET|log_message|load_history_strings|store_string|get_completions|create_module|pre_tokenize"
     r"|\w+(ForCausalLM|ForConditionalGeneration|Model|MTModel)|\w*Preparer|PromptAdapters|process_call|decode_call|read_variables"
-    r"|startup_profile|capture_signals|batch_decode|all_special_tokens|pad_token_id"
+    r"|startup_profile|capture_signals|ImageProcessor|batch_decode|all_special_tokens|pad_token_id"
 )
 _KINDS = ("function", "class", "method", "property", "import")
 

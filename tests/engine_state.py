@@ -22,7 +22,7 @@ def client_of(llm: AsyncLLM, replica: int = 0) -> Any:
 
 def core_process_of(llm: AsyncLLM, replica: int = 0) -> Any:
     """The ``CoreProcess`` of a replica."""
-    return client_of(llm, replica)._process
+    return client_of(llm, replica).process
 
 
 def check_nothing_held(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""Answers the rows of a batch: the server's own application, called in this process, many requests at a time."""
+"""Answers the rows of a batch by the server's own application, called in this process. Read ``run_batch`` first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
 import msgspec
@@ -23,36 +23,37 @@ from octavo.config.server_options import ServerOptions
 from octavo.core.errors import ConfigError, OctavoError
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.app import make_app
-from octavo.server.http.errors import ApiError, unsupported
+from octavo.server.http.errors import unsupported
 from octavo.server.logging import new_request_id
 from octavo.server.metrics import Metrics
 from octavo.server.serve import check_plug_ins
 from octavo.server.state import ServerState, make_service
 
-# The input file: a request a line, ``{"custom_id", "method", "url", "body"}``.
+logger = logging.getLogger("octavo")
+
+# The input file: one request per line, ``{"custom_id", "method", "url", "body"}``.
 
 #: Routes that a row may name.
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score")
 
-#: What identifies a row: its ``custom_id``, or the number of its line if it has none.
+#: Identifies a row: its ``custom_id``, or the number of its line if it has none.
 Key = str | int
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the input: a request, or what is wrong with it."""
+    """A line of the input: a request, or an error."""
 
     #: Number of the line, from 1.
     line: int
     custom_id: str | None
     url: str = ""
-    #: JSON as it was given; the route decides whether it is valid.
+    #: JSON; the route decides whether it is valid.
     body: bytes = b""
     error: str | None = None
 
     @property
     def key(self) -> Key:
-        """What identifies the row."""
         return self.line if self.custom_id is None else self.custom_id
 
 
@@ -66,30 +67,37 @@ class _Envelope(msgspec.Struct):
     body: msgspec.Raw
 
 
-_name, _envelope = msgspec.json.Decoder(_Name), msgspec.json.Decoder(_Envelope)
-
-
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows, in order; empty lines are left out.
+    """The rows, in order, without empty lines; raises ``ConfigError`` if the file cannot be read."""
+    try:
+        stream = path.open("rb")
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror}") from None
+    with stream:
+        if not stream.seekable():  # it is read twice: to find duplicates before anything runs, and to run
+            raise ConfigError(f"{path} must be a file, not a pipe")
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield _read_row(number, line)
 
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    for number, line in _lines(path):
-        try:
-            custom_id = _name.decode(line).custom_id
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-            yield Row(number, None, error=f"line {number}: {e}")
-            continue
-        yield _make_row(number, custom_id, line)
+
+def _read_row(number: int, line: bytes) -> Row:
+    custom_id: str | None = None
+    try:
+        custom_id = msgspec.json.decode(line, type=_Name).custom_id
+        envelope = msgspec.json.decode(line, type=_Envelope)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        return Row(number, custom_id, error=f"line {number}: {e}")
+    if envelope.method != "POST":
+        return Row(number, custom_id, error=f"line {number}: method must be 'POST', not {envelope.method!r}")
+    if envelope.url not in URLS:
+        error = f"line {number}: url must be one of {', '.join(URLS)}, not {envelope.url!r}"
+        return Row(number, custom_id, error=error)
+    return Row(number, custom_id, envelope.url, bytes(envelope.body))
 
 
 def index_rows(path: Path) -> dict[Key, int]:
-    """What identifies each row, and the number of its line.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no row, or a ``custom_id`` is there twice.
-    """
+    """The line number of each row."""
     lines: dict[Key, int] = {}
     for row in read_rows(path):
         if row.key in lines:
@@ -102,47 +110,14 @@ def index_rows(path: Path) -> dict[Key, int]:
     return lines
 
 
-def _make_row(number: int, custom_id: str, line: bytes) -> Row:
-    try:
-        envelope = _envelope.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        return Row(number, custom_id, error=f"line {number}: {e}")
-    if envelope.method != "POST":
-        return Row(number, custom_id, error=f"line {number}: method must be 'POST', not {envelope.method!r}")
-    if envelope.url not in URLS:
-        return Row(
-            number, custom_id, error=f"line {number}: url must be one of {', '.join(URLS)}, not {envelope.url!r}"
-        )
-    return Row(number, custom_id, envelope.url, bytes(envelope.body))
+# The output file: one line per answered row, appended by one write, so that a run can be resumed.
 
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbers, from 1, and contents of the lines that are not empty."""
-    with _open(path) as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                yield number, line
-
-
-def _open(path: Path) -> IO[bytes]:
-    try:
-        stream = path.open("rb")
-    except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}") from None
-    if not stream.seekable():  # it is read twice: to find duplicates before anything runs, and to run
-        stream.close()
-        raise ConfigError(f"{path} must be a file, not a pipe")
-    return stream
-
-
-# The output file: a line for each row that has been answered, appended by one write, so that a run can be resumed.
-
-#: How every line begins.
+#: The start of every line.
 _PREFIX = b'{"id":"batch_req_'
 
 
 class Response(msgspec.Struct):
-    """The response of a route; an error of the request is one, too."""
+    """The response of a route, which may have an error status."""
 
     status_code: int
     request_id: str
@@ -151,11 +126,11 @@ class Response(msgspec.Struct):
 
 
 class BatchRowError(msgspec.Struct):
-    """Why a row did not reach a route."""
+    """The error of a row that did not reach a route."""
 
     code: str
     message: str
-    #: Number of the line in the input; what identifies a row without ``custom_id``.
+    #: Number of the line in the input; identifies a row without ``custom_id``.
     line: int
 
 
@@ -169,52 +144,49 @@ class Result(msgspec.Struct):
 
     @property
     def key(self) -> Key | None:
-        """What identifies the row in the input; None: nothing does."""
+        """The row in the input, if it can be identified."""
         if self.custom_id is not None:
             return self.custom_id
         return None if self.error is None else self.error.line
 
     @property
     def failed(self) -> bool:
-        """Whether this is an error."""
         return self.response is None or self.response.status_code >= 400
 
 
 def new_id() -> str:
-    """A unique id of a line."""
     return f"batch_req_{uuid.uuid4().hex}"
 
 
 class ResultFile:
     """The output file, open for appending and locked against other runs.
 
-    Invariant: it holds complete lines; what a kill has left behind the last one is cut off when it is opened.
+    Invariant: it holds complete lines; opening it cuts off an incomplete last line, left by a killed run.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, or makes it, and reads which rows it holds.
-
-        Raises:
-            ConfigError: it cannot be written, another run writes to it, or it holds something else than results.
-        """
+        """Opens the file, or makes it, and reads its keys."""
         self._path = path
-        #: Whether each row that the file holds has failed.
+        #: Key of each row in the file -> whether it has failed.
         self.done: dict[Key, bool] = {}
-        self._encoder = msgspec.json.Encoder()
         self._descriptor = self._open()
         try:
-            self._load()
+            size = 0
+            for number, (line, result) in enumerate(self._results(), start=1):
+                if result is None and not line.endswith(b"\n") and line[: len(_PREFIX)] == _PREFIX[: len(line)]:
+                    os.ftruncate(self._descriptor, size)  # a kill has cut it short
+                    return
+                if result is None or result.key is None:
+                    raise ConfigError(f"line {number} of {path} is not a result of a batch; name another output file")
+                self.done[result.key] = result.failed
+                size += len(line)
         except BaseException:
             self.close()
             raise
 
     def append(self, result: Result) -> None:
-        """Adds a line. It is in the file when this returns, even if the process is killed then.
-
-        Raises:
-            OctavoError: the disk is full, or writing failed otherwise.
-        """
-        line = self._encoder.encode(result) + b"\n"
+        """Adds a line, which is in the file when this returns, even if the process is killed then."""
+        line = msgspec.json.encode(result) + b"\n"
         try:
             written = os.write(self._descriptor, line)
         except OSError as e:
@@ -225,11 +197,7 @@ class ResultFile:
             self.done[result.key] = result.failed
 
     def drop_failed(self, index: Container[Key]) -> None:
-        """Removes those of the rows that have failed, so that they are answered again; the file is replaced at once.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Removes failed rows, so that they are answered again; the file is replaced atomically."""
         dropped = {key for key, failed in self.done.items() if failed and key in index}
         copy = self._path.with_name(self._path.name + ".tmp")
         try:
@@ -246,7 +214,6 @@ class ResultFile:
             del self.done[key]
 
     def close(self) -> None:
-        """Closes the file; its lines are then safe from a loss of power too."""
         os.fsync(self._descriptor)
         os.close(self._descriptor)
 
@@ -267,36 +234,24 @@ class ResultFile:
             raise
         return descriptor
 
-    def _load(self) -> None:
-        size = 0
-        for number, (line, result) in enumerate(self._results(), start=1):
-            if result is None and not line.endswith(b"\n") and (line.startswith(_PREFIX) or _PREFIX.startswith(line)):
-                os.ftruncate(self._descriptor, size)  # a kill has cut it short
-                return
-            if result is None or result.key is None:
-                raise ConfigError(f"line {number} of {self._path} is not a result of a batch; name another output file")
-            self.done[result.key] = result.failed
-            size += len(line)
-
     def _results(self) -> Iterator[tuple[bytes, Result | None]]:
-        """The lines with what they say; None: the line is incomplete or something else."""
-        decoder = msgspec.json.Decoder(Result)
+        """The lines and their results; None: the line is incomplete or no result."""
         with self._path.open("rb") as stream:
             for line in stream:
                 try:
-                    yield line, decoder.decode(line) if line.endswith(b"\n") else None
+                    yield line, msgspec.json.decode(line, type=Result) if line.endswith(b"\n") else None
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     yield line, None
 
 
-logger = logging.getLogger("octavo")
+# The run.
 
 
 @dataclass
 class Summary:
-    """What a run has done. Times in seconds."""
+    """Figures of a run; times in seconds."""
 
-    #: Rows of the input, those that an earlier run has answered, and the errors among all of them.
+    #: Rows of the input, rows that an earlier run has answered, and errors among all of them.
     requests: int = 0
     skipped: int = 0
     failed: int = 0
@@ -312,7 +267,6 @@ class Summary:
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
     def as_text(self) -> str:
-        """The figures as a line of text."""
         return (
             f"octavo: {self.requests} requests, {self.skipped} answered before, {self.failed} failed; "
             f"{self.prompt_tokens} tokens in, {self.output_tokens} out in {self.seconds:.2f} s: "
@@ -331,12 +285,12 @@ def run_batch(
 ) -> Summary:
     """Answers the rows of the input that the output does not hold yet, ``max_in_flight`` at a time.
 
-    With ``retry_failed`` rows whose result is an error are answered again. Progress is shown on a terminal.
+    With ``retry_failed`` rows whose result is an error are answered again. A terminal shows the progress.
 
     Raises:
         ConfigError: a file cannot be used, or a ``custom_id`` is in the input twice; nothing has run then.
         OctavoError: the model cannot be loaded, the engine has died or the output cannot be written; the rows answered
-            so far are in the output, and another run goes on from there.
+            so far are in the output, and another run resumes there.
     """
     options.check_engine(config)
     check_plug_ins(options)
@@ -377,13 +331,8 @@ async def _run(
         await llm.shutdown()
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 class _Answer(msgspec.Struct):
-    usage: _Usage = msgspec.field(default_factory=_Usage)
+    usage: dict[str, Any] = {}  # each instance gets a new one
 
 
 class _Request(msgspec.Struct):
@@ -400,16 +349,13 @@ class _Runner:
         transport = httpx.ASGITransport(make_app(service))
         headers = {"content-type": "application/json"}
         self._client = httpx.AsyncClient(transport=transport, base_url="http://octavo", headers=headers, timeout=None)
-        self._answer_decoder = msgspec.json.Decoder(_Answer)
-        self._request_decoder = msgspec.json.Decoder(_Request)
 
     async def run(self, rows: Iterator[Row], max_in_flight: int) -> None:
-        """Answers the rows; each task takes the next one when it has ended one."""
+        """Answers the rows; each task takes the next row when it has finished one."""
         summary, start = self._summary, time.monotonic()
-        # None: on a terminal only.
-        with tqdm(
-            total=summary.requests, initial=summary.skipped, desc="Requests", disable=None, dynamic_ncols=True
-        ) as bar:
+        total, done = summary.requests, summary.skipped
+        # disable=None: shown on a terminal only.
+        with tqdm(total=total, initial=done, desc="Requests", disable=None, dynamic_ncols=True) as bar:
 
             async def take_rows() -> None:
                 for row in rows:
@@ -426,32 +372,23 @@ class _Runner:
                 raise group.exceptions[0] from None
 
     async def _answer(self, row: Row) -> Result:
-        """The result of a row.
-
-        Raises:
-            EngineDeadError: the engine has died before it answered.
-        """
+        """The result of a row; raises ``EngineDeadError`` if the engine has died before it answered."""
         if row.error is not None:
             return Result(new_id(), row.custom_id, None, BatchRowError("invalid_request", row.error, row.line))
-        if self._streams(row.body):
-            return Result(new_id(), row.custom_id, _refusal(unsupported("stream", "a batch cannot be streamed")), None)
-        # 503: the replica that had it has died
-        while (response := await self._client.post(row.url, content=row.body)).status_code == 503:
-            self._llm.check_alive()
-        body = response.content
-        if response.status_code == 200:
-            usage = self._answer_decoder.decode(body).usage
-            self._summary.prompt_tokens += usage.prompt_tokens
-            self._summary.output_tokens += usage.completion_tokens
-        content = Response(response.status_code, response.headers["x-request-id"], msgspec.Raw(body))
-        return Result(new_id(), row.custom_id, content, None)
-
-    def _streams(self, body: bytes) -> bool:
         try:
-            return self._request_decoder.decode(body).stream is True
+            streams = msgspec.json.decode(row.body, type=_Request).stream is True
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return False  # the route says what is wrong
-
-
-def _refusal(error: ApiError) -> Response:
-    return Response(error.status, new_request_id(), msgspec.Raw(error.body()))
+            streams = False  # the route refuses the body
+        if streams:
+            refusal = unsupported("stream", "a batch cannot be streamed")
+            response = Response(refusal.status, new_request_id(), msgspec.Raw(refusal.body()))
+            return Result(new_id(), row.custom_id, response, None)
+        # 503: the replica that had the request has died.
+        while (answer := await self._client.post(row.url, content=row.body)).status_code == 503:
+            self._llm.check_alive()
+        if answer.status_code == 200:
+            usage = msgspec.json.decode(answer.content, type=_Answer).usage
+            self._summary.prompt_tokens += usage.get("prompt_tokens", 0)
+            self._summary.output_tokens += usage.get("completion_tokens", 0)
+        response = Response(answer.status_code, answer.headers["x-request-id"], msgspec.Raw(answer.content))
+        return Result(new_id(), row.custom_id, response, None)

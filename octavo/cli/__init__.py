@@ -1,1 +1,1 @@
-"""The program ``octavo``: one module a command, imported when the command is run."""
+"""The program ``octavo``: one module a command, imported when the command runs. Read ``main.py`` first."""

@@ -16,20 +16,12 @@ from octavo.core.errors import ConfigError
 PREFIX = "server"
 #: Options of the server that decide which requests are accepted.
 SERVER_FLAGS = (
-    "served_model_name",
-    "max_sequences_per_request",
-    "max_inputs_per_request",
-    "max_prompt_chars",
-    "unknown_fields",
-    "trust_request_chat_template",
-    "tool_call_parser",
-    "reasoning_parser",
-    "lora_modules",
-    "lora_folder",
-    "lora_resolver",
+    *("served_model_name", "max_sequences_per_request", "max_inputs_per_request", "max_prompt_chars"),
+    *("unknown_fields", "trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
+    *("lora_modules", "lora_folder", "lora_resolver"),
 )
 _NO_LIMIT = 1 << 31
-#: Options in which a batch differs from a server: no one waits for an answer, and the rows in flight are bounded.
+#: A batch has no limits for clients: nobody waits for an answer, and the requests in flight are bounded.
 SERVER_OPTIONS: dict[str, Any] = {
     "max_queued_requests": _NO_LIMIT,
     "max_queued_tokens": _NO_LIMIT,
@@ -49,9 +41,9 @@ a line of in.jsonl, and the line of out.jsonl that answers it:
   {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, ...}
 
 Each body is checked and answered as octavo serve would; url is /v1/completions, /v1/chat/completions, /v1/embeddings,
-/v1/rerank or /v1/score. A request that cannot be served fails alone: the others are answered, and the exit code is 1.
-Answers come in any order. A run that was stopped, even by kill -9, goes on when the same command is given again: what
-out.jsonl holds is not answered again.
+/v1/rerank or /v1/score. If a request cannot be served, the others are answered, and the exit code is 1.
+Answers come in any order. If a run is stopped, even by kill -9, the same command continues it: requests that out.jsonl
+answers are not answered again.
 """
 
 
@@ -73,7 +65,7 @@ def make_parser() -> Parser:
         metavar="N",
         help="most requests in the engine at once (default: twice max_num_seqs, for each replica)",
     )
-    parser.add_argument("--retry-failed", action="store_true", help="answer those again whose answer is an error")
+    parser.add_argument("--retry-failed", action="store_true", help="repeat the requests whose answer is an error")
     add_json_flag(parser)
     add_option_flags(parser, PREFIX, {name: ServerOptions.model_fields[name] for name in SERVER_FLAGS})
     add_engine_flags(parser)
@@ -81,7 +73,6 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Arguments) -> int:
-    """Answers the requests; returns 1 if any failed."""
     if arguments.words[:1] != ["run"]:
         raise ConfigError("octavo batch needs a word that says what to do: run")
     arguments.words.pop(0)

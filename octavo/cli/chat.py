@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -43,7 +43,7 @@ from octavo.cli.flags import (
     read_value,
     take_model,
 )
-from octavo.cli.inputs import for_output, is_smart_terminal, notice
+from octavo.cli.inputs import for_output, is_smart_terminal, notice, read_images
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, errors_of_the_call
 from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError, OctavoError, did_you_mean
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from octavo.engine.model_files import ModelFiles
 
 
-# Conversations as files: JSON with ``messages`` as the OpenAI API has them; images are named by their address.
+# ---- conversations as files: JSON with ``messages`` as in the OpenAI API; images are file:// URLs
 
 MAX_BYTES, MAX_MESSAGES = 16 << 20, 10_000
 
@@ -82,18 +82,27 @@ class _Message(msgspec.Struct):
 
 class _Saved(msgspec.Struct):
     messages: list[_Message]
-    #: For the reader; any model may go on.
+    #: Informative: a conversation may continue with any model.
     model: str = ""
 
 
 def save(path: Path, model: str, messages: list[dict[str, Any]]) -> None:
-    """Writes a conversation, which its user alone may read; one that was saved there before is replaced."""
+    """Writes a conversation with mode 0600; replaces an earlier saved conversation, and no other file."""
     if path.exists():
         try:
             _read(path)
         except ConfigError:
-            raise ConfigError(f"{path} is there and is no saved conversation; choose another name") from None
-    data = msgspec.json.format(msgspec.json.encode(_Saved([_saved(message) for message in messages], model)))
+            raise ConfigError(f"{path} exists and is no saved conversation; choose another name") from None
+    saved = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [
+                _Text(part["text"]) if part["type"] == "text" else _Image(_Address(Path(part["path"]).as_uri()))
+                for part in content
+            ]
+        saved.append(_Message(message["role"], content))
+    data = msgspec.json.format(msgspec.json.encode(_Saved(saved, model)))
     if len(data) > MAX_BYTES:
         raise ConfigError(f"the conversation has {len(data)} bytes as a file; at most {MAX_BYTES} can be loaded")
     partial = path.with_name(f".{path.name}.partial")
@@ -106,17 +115,18 @@ def save(path: Path, model: str, messages: list[dict[str, Any]]) -> None:
 
 
 def load(path: Path, inputs: InputProcessor) -> list[dict[str, Any]]:
-    """The messages of a conversation, with its images as the model takes them: a system message may come first, then
-    questions and answers alternate, and an answer is last.
+    """Reads a conversation and processes its images.
+
+    The first message may be a system message; then questions and answers alternate, and the last is an answer.
     """
     messages = _read(path).messages
     if len(messages) > MAX_MESSAGES:
         raise ConfigError(f"{path} has {len(messages)} messages; at most {MAX_MESSAGES} are loaded")
     first = int(bool(messages) and messages[0].role == "system")
     for i, message in enumerate(messages[first:]):
-        wanted = ("user", "assistant")[i % 2]
-        if message.role != wanted:
-            raise ConfigError(f"{path}: message {first + i + 1} must be of the {wanted}, not of the {message.role}")
+        role = ("user", "assistant")[i % 2]
+        if message.role != role:
+            raise ConfigError(f"{path}: message {first + i + 1} must be of the {role}, not of the {message.role}")
     if (len(messages) - first) % 2:
         raise ConfigError(f"{path}: the last question has no answer")
     return [_loaded(message, f"{path}: message {i}", inputs) for i, message in enumerate(messages, 1)]
@@ -132,53 +142,42 @@ def _read(path: Path) -> _Saved:
         raise ConfigError(f"{path} is no saved conversation: {e}") from None
 
 
-def _saved(message: dict[str, Any]) -> _Message:
-    content = message["content"]
-    if not isinstance(content, str):
-        content = [
-            _Text(part["text"]) if part["type"] == "text" else _Image(_Address(Path(part["path"]).as_uri()))
-            for part in content
-        ]
-    return _Message(message["role"], content)
-
-
 def _loaded(message: _Message, where: str, inputs: InputProcessor) -> dict[str, Any]:
     if isinstance(message.content, str):
         return {"role": message.role, "content": message.content}
     if message.role != "user":
         raise ConfigError(f"{where}: only a question has parts")
-    parts = [part for image in message.content if isinstance(image, _Image) for part in _image(image, where, inputs)]
-    texts = [part.text for part in message.content if isinstance(part, _Text)]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": "\n".join(texts)}]}
-
-
-def _image(image: _Image, where: str, inputs: InputProcessor) -> list[dict[str, Any]]:
-    url = urlsplit(image.image_url.url)
-    if url.scheme != "file" or url.netloc:
-        raise ConfigError(f"{where}: the address of an image must begin with file:///, not {image.image_url.url!r:.80}")
-    return image_parts(unquote(url.path), inputs)
+    images: list[dict[str, Any]] = []
+    texts = []
+    for part in message.content:
+        if isinstance(part, _Text):
+            texts.append(part.text)
+            continue
+        url = urlsplit(part.image_url.url)
+        if url.scheme != "file" or url.netloc:
+            raise ConfigError(f"{where}: the URL of an image must begin with file:///, not {part.image_url.url!r:.80}")
+        images += image_parts(unquote(url.path), inputs)
+    return {"role": "user", "content": [*images, {"type": "text", "text": "\n".join(texts)}]}
 
 
 def image_parts(name: str, inputs: InputProcessor) -> list[dict[str, Any]]:
-    """The part of a message that is the image in this file, as a list."""
-    from octavo.cli.inputs import read_images
-
+    """The content parts of an image file."""
     path = Path(name).expanduser().absolute()
     if path.exists() and not path.is_file():
         raise ConfigError(f"the image {name} is no file")
     return [{"type": "image", "image": image, "path": str(path)} for image in read_images(inputs, [name])]
 
 
-# The conversation of ``octavo chat``: its messages, and how a question gets its answer.
+# ---- the conversation
 
-#: Tokens of the context kept free for an answer where nobody has named ``max_tokens``; a quarter of it if that is less.
+#: Tokens of the context to keep free for an answer without ``max_tokens``; at most a quarter of the context.
 ANSWER_ROOM = 256
 
 Message = dict[str, Any]
 
 
 class Conversation:
-    """Owns the messages exchanged so far. Invariant: after the system message, questions and answers alternate."""
+    """The messages so far. Invariant: after the system message, questions and answers alternate."""
 
     def __init__(
         self,
@@ -194,19 +193,23 @@ class Conversation:
         self.engine = engine
         self.lora = lora
         self.model = model
-        self.display = display or PlainDisplay()
+        self.display = display or plain_display
         self.show_times = show_times
-        #: What the next answer is sampled with, and what the first one was.
+        #: Parameters of the next answer, and the defaults of ``/set``.
         self.params = self.first_params = params
         self.failures = 0
-        #: Whether no further question will come.
+        #: Whether ``/exit`` was typed.
         self.over = False
-        #: The answers since the program began.
         self.times: list[AnswerTimes] = []
-        #: Parts of the next question.
+        #: Image parts of the next question.
         self.images: list[dict[str, Any]] = []
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
         self._turn = 0
+
+    @property
+    def _first(self) -> int:
+        """The index of the first question."""
+        return int(bool(self.messages) and self.messages[0]["role"] == "system")
 
     @property
     def system(self) -> str | None:
@@ -216,44 +219,35 @@ class Conversation:
     def turns(self) -> list[Message]:
         return self.messages[self._first :]
 
-    @property
-    def _first(self) -> int:
-        return int(bool(self.messages) and self.messages[0]["role"] == "system")
-
     def set_system(self, system: str | None) -> None:
-        """Sets or removes the system message; the turns stay."""
+        """Sets or removes the system message; keeps the turns."""
         self.messages = [*([{"role": "system", "content": system}] if system else []), *self.turns]
 
     def clear(self) -> None:
         """Begins a new conversation under the same system message."""
         self.messages, self.images = self.messages[: self._first], []
 
-    def replace(self, messages: list[Message]) -> None:
-        """Goes on with another conversation, in which a system message may come first and turns alternate."""
-        self.messages, self.images = messages, []
-
     def undo(self) -> str:
-        """Takes the last question back, with its answer: its text."""
-        question = self._last_question()
+        """Removes the last question and its answer; returns the question's text."""
+        content = self._last_question()["content"]
         self.messages = self.messages[:-2]
-        return question_text(question)
+        return content if isinstance(content, str) else content[-1]["text"]
 
     def retry(self) -> None:
-        """Asks the last question again; its answer takes the place of the one before, unless it fails."""
-        question = self._last_question()
-        self._answer(self.messages[:-2], question["content"])
+        """Asks the last question again; the new answer replaces the old one, unless it fails."""
+        self._answer(self.messages[:-2], self._last_question()["content"])
 
     def ask(self, question: str) -> None:
-        """Shows the answer as it grows. A question that fails is reported and not kept.
+        """Shows the answer while it is generated. A question that fails is reported and not kept.
 
-        Where the context has no room for question and answer, the oldest turns are dropped.
+        If the context is full, the oldest turns are dropped.
         """
         content = [*self.images, {"type": "text", "text": question}] if self.images else question
         if self._answer(self.messages, content):
             self.images = []
 
     def report(self, message: str) -> None:
-        """Says that something failed, which the exit code will say too."""
+        """Prints an error and counts it, for the exit code."""
         self.failures += 1
         notice(f"octavo: error: {message}")
 
@@ -263,7 +257,7 @@ class Conversation:
         return self.messages[-2]
 
     def _answer(self, before: list[Message], content: str | list[dict[str, Any]]) -> bool:
-        """Answers a question after these messages; whether it did, and the messages are those with the answer."""
+        """Answers a question after these messages; returns whether ``messages`` now end with the answer."""
         self._turn += 1
         request_id = f"turn-{self._turn}"
         context = self.engine.inputs.max_model_len
@@ -298,29 +292,28 @@ class Conversation:
         return True
 
     def _fitted(self, kept: list[Message], context: int) -> tuple[list[Message], TokensPrompt, int]:
-        """(the messages, their prompt, turns that had to be dropped so that an answer fits)."""
+        """Drops the oldest turns until an answer fits; returns the messages, their prompt and the dropped turns."""
         from octavo.engine.image_prompts import chat_prompt
 
         limit = self.params.max_tokens
         is_named = limit is not None and not isinstance(limit, DefaultMaxTokens)
         room = min(limit or 0, context // 2) if is_named else min(ANSWER_ROOM, context // 4)
-        first = self._first
         prompt = chat_prompt(self.engine.inputs, kept)
         dropped = 0
-        while len(prompt["prompt_token_ids"]) + room > context and len(kept) > first + 1:
-            del kept[first : first + 2]  # a question and its answer
+        while len(prompt["prompt_token_ids"]) + room > context and len(kept) > self._first + 1:
+            del kept[self._first : self._first + 2]
             dropped += 1
             prompt = chat_prompt(self.engine.inputs, kept)
         return kept, prompt, dropped
 
     def _stream(self, request_id: str) -> tuple[str, str | None, str | None, AnswerTimes]:
-        """Shows text until the request ends or Ctrl-C is pressed; (text, finish reason, error, times)."""
+        """Shows text until the request ends or Ctrl-C; returns (text, finish reason, error, times)."""
         shown: list[str] = []
         reason: str | None = None
         error: str | None = None
         times = AnswerTimes(time.monotonic())
         try:
-            with interrupts_recorded() as interrupts, self.display.answer() as show:
+            with record_interrupts() as interrupts, self.display() as show:
                 while self.engine.has_unfinished_requests():
                     outputs = self.engine.step()
                     if interrupts:
@@ -337,14 +330,9 @@ class Conversation:
         return "".join(shown), reason, error, times
 
 
-def question_text(message: Message) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else content[-1]["text"]
-
-
 @contextmanager
-def interrupts_recorded() -> Iterator[list[int]]:
-    """Records Ctrl-C instead of interrupting a step; a second one raises KeyboardInterrupt."""
+def record_interrupts() -> Iterator[list[int]]:
+    """Records the first Ctrl-C, so that it does not interrupt a step; the second raises KeyboardInterrupt."""
     received: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -359,28 +347,28 @@ def interrupts_recorded() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-# The commands of a conversation, as ``/help`` lists them.
+# ---- commands such as ``/clear``
 
-#: Parameters that have no meaning for one answer shown as text.
+#: Sampling parameters without meaning in a conversation.
 LEAVE_OUT = ("n", "best_of", "logprobs", "logprob_token_ids", "prompt_logprobs", "detokenize")
-#: Those that ``/set`` takes.
+#: Sampling parameters of ``/set``.
 SETTINGS = {name: meaning for name, meaning in MEANINGS.items() if name not in LEAVE_OUT}
 
 
 @dataclass(frozen=True)
 class Command:
     name: str
-    #: What follows the name; in brackets: what may.
+    #: Placeholder of the argument, in brackets if it is optional; empty: no argument.
     takes: str
     help: str
-    #: Does it, with what follows the name; raises an OctavoError if it cannot.
+    #: Runs the command with its argument; raises an OctavoError if it fails.
     run: Callable[[Conversation, str], None]
-    #: Other names, which other programs have taught.
+    #: The same command's names in other programs.
     also: tuple[str, ...] = ()
 
 
 def run_command(conversation: Conversation, line: str) -> None:
-    """Runs a command like ``/clear``; what fails is reported, and changes nothing."""
+    """Runs a command line; a command that fails is reported and changes nothing."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     command = next((command for command in COMMANDS if name in (command.name, *command.also)), None)
@@ -399,7 +387,7 @@ def run_command(conversation: Conversation, line: str) -> None:
 
 
 def completions(text: str) -> list[tuple[str, str]]:
-    """What may stand where the last word of a line stands, each with what it is: commands, settings, files."""
+    """Completions of a line's last word (commands, settings, files), each with its description."""
     words = text.split(" ")
     if not text.startswith("/"):
         return []
@@ -408,35 +396,28 @@ def completions(text: str) -> list[tuple[str, str]]:
     if len(words) == 2 and words[0] == "/set":
         return [(name, meaning) for name, meaning in SETTINGS.items() if name.startswith(words[1])]
     if len(words) == 2 and any(command.name == words[0] and command.takes == "FILE" for command in COMMANDS):
-        return [(path, "") for path in _files(words[1])]
+        paths = sorted(glob.glob(glob.escape(os.path.expanduser(words[1])) + "*"))
+        return [(f"{path}/" if os.path.isdir(path) else path, "") for path in paths]
     return []
 
 
 def help_text() -> str:
     """The commands, and how to type messages of several lines."""
-    left = {command: f"{command.name} {command.takes}".strip() for command in COMMANDS}
-    width = max(map(len, left.values())) + 2
-    lines = [f"{left[command]:<{width}}{command.help}" for command in COMMANDS]
+    left = [f"{command.name} {command.takes}".strip() for command in COMMANDS]
+    width = max(map(len, left)) + 2
+    lines = (f"{usage:<{width}}{command.help}" for usage, command in zip(left, COMMANDS, strict=True))
     return "\n".join(lines) + HINTS
 
 
 HINTS = """
-Ctrl-C stops an answer; what was said stays. Ctrl-D leaves.
-A line that ends with a backslash goes on in the next one; what stands between \"\"\" and \"\"\" is one message.
+Ctrl-C stops an answer; its text so far is kept. Ctrl-D leaves.
+A line that ends with a backslash continues on the next one; lines between \"\"\" and \"\"\" are one message.
 """
-
-
-def _help(conversation: Conversation, rest: str) -> None:
-    notice(help_text().rstrip())
 
 
 def _clear(conversation: Conversation, rest: str) -> None:
     conversation.clear()
     notice("a new conversation" + (" under the same system message" if conversation.system else ""))
-
-
-def _system(conversation: Conversation, rest: str) -> None:
-    conversation.set_system(rest or None)
 
 
 def _set(conversation: Conversation, rest: str) -> None:
@@ -455,7 +436,7 @@ def _set(conversation: Conversation, rest: str) -> None:
         if name == "structured_outputs" and params.structured_outputs is not None:
             conversation.engine.inputs.grammars.compile(params.structured_outputs)
         conversation.params = params
-    notice(f"{name} = {_written(getattr(conversation.params, name))}")
+    notice(f"{name} = {_value_text(getattr(conversation.params, name))}")
 
 
 def _show(conversation: Conversation, rest: str) -> None:
@@ -475,40 +456,33 @@ def _show(conversation: Conversation, rest: str) -> None:
 
 
 def settings_text(params: SamplingParams) -> str:
-    return ", ".join(f"{name} {_written(value)}" for name, value in _changed(params))
-
-
-def _changed(params: SamplingParams) -> list[tuple[str, Any]]:
-    """What is sampled with, where it is not what all are without a word."""
+    """Temperature, max_tokens, and the parameters that differ from the defaults of ``SamplingParams``."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
-    values = [(name, getattr(params, name)) for name in SETTINGS]
-    return [(name, value) for name, value in values if value != defaults[name] or name in ("temperature", "max_tokens")]
+    values = {name: getattr(params, name) for name in SETTINGS}
+    shown = [name for name in SETTINGS if values[name] != defaults[name] or name in ("temperature", "max_tokens")]
+    return ", ".join(f"{name} {_value_text(values[name])}" for name in shown)
 
 
-def _written(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, DefaultMaxTokens):
         return str(value)
     return "none" if value is None else msgspec.json.encode(value).decode()
 
 
-def _retry(conversation: Conversation, rest: str) -> None:
-    conversation.retry()
-
-
 def _undo(conversation: Conversation, rest: str) -> None:
-    question = conversation.undo()
-    first, *more = question.splitlines() or [""]
+    first, *more = conversation.undo().splitlines() or [""]
     notice(f"taken back: {first[:70]}{' ...' if more or len(first) > 70 else ''}")
 
 
 def _save(conversation: Conversation, rest: str) -> None:
-    path = _path(rest)
+    path = Path(_file_name(rest)).expanduser()
     save(path, conversation.model, conversation.messages)
     notice(f"saved as {path}")
 
 
 def _load(conversation: Conversation, rest: str) -> None:
-    conversation.replace(load(_path(rest), conversation.engine.inputs))
+    messages = load(Path(_file_name(rest)).expanduser(), conversation.engine.inputs)
+    conversation.messages, conversation.images = messages, []
     turns = len(conversation.turns) // 2
     notice(f"loaded {'1 turn' if turns == 1 else f'{turns} turns'}")
 
@@ -521,12 +495,8 @@ def _exit(conversation: Conversation, rest: str) -> None:
     conversation.over = True
 
 
-def _path(text: str) -> Path:
-    return Path(_file_name(text)).expanduser()
-
-
 def _file_name(text: str) -> str:
-    """A name as it is typed, or as terminals write a file that is dropped on them: quoted, or with backslashes."""
+    """A file name, plain or quoted as by a terminal on which a file was dropped."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -534,19 +504,18 @@ def _file_name(text: str) -> str:
     return words[0] if len(words) == 1 else text
 
 
-def _files(begin: str) -> list[str]:
-    """Paths that begin so; folders end with a slash."""
-    found = sorted(glob.glob(glob.escape(os.path.expanduser(begin)) + "*"))
-    return [f"{path}/" if os.path.isdir(path) else path for path in found]
-
-
 COMMANDS = (
-    Command("/help", "", "show this", _help, also=("/?",)),
+    Command("/help", "", "show this", lambda *_: notice(help_text().rstrip()), also=("/?",)),
     Command("/clear", "", "begin a new conversation, under the same system message", _clear, also=("/reset",)),
-    Command("/system", "[TEXT]", "set the system message, from the next answer on (empty: remove it)", _system),
+    Command(
+        "/system",
+        "[TEXT]",
+        "set the system message, from the next answer on (empty: remove it)",
+        lambda conversation, text: conversation.set_system(text or None),
+    ),
     Command("/set", "[NAME VALUE]", "change a setting, as in /set temperature 0.2; alone: list them", _set),
     Command("/show", "", "show the settings, and how fast answers came", _show),
-    Command("/retry", "", "answer the last question anew", _retry),
+    Command("/retry", "", "answer the last question anew", lambda conversation, _: conversation.retry()),
     Command("/undo", "", "take the last question and its answer back", _undo),
     Command("/save", "FILE", "write the conversation to a file, as JSON", _save),
     Command("/load", "FILE", "go on with a conversation that was saved", _load),
@@ -560,54 +529,35 @@ COMMANDS = (
 # ---- the terminal
 
 
-class Display(Protocol):
-    """A way to show answers."""
-
-    def answer(self) -> AbstractContextManager[Callable[[str], None]]:
-        """Within it an answer is shown: the function takes what is added to it."""
+#: Shows one answer: the context's function takes each piece of its text.
+Display = Callable[[], AbstractContextManager[Callable[[str], None]]]
 
 
-class PlainDisplay:
-    """Shows text as it comes: as ``for_output`` says."""
+@contextmanager
+def plain_display() -> Iterator[Callable[[str], None]]:
+    try:
+        yield lambda text: print(for_output(text), end="", flush=True)
+    finally:
+        print(flush=True)
 
-    @contextmanager
-    def answer(self) -> Iterator[Callable[[str], None]]:
-        def show(text: str) -> None:
-            print(for_output(text), end="", flush=True)
 
-        try:
-            yield show
-        finally:
-            print(flush=True)
+@contextmanager
+def markdown_display() -> Iterator[Callable[[str], None]]:
+    from rich.console import Console
+
+    from octavo.cli.chat_terminal import GrowingMarkdown
+
+    with GrowingMarkdown(Console(highlight=False)) as shown:
+        yield shown.add
 
 
 def choose_display(*, plain: bool) -> Display:
-    """Markdown for a terminal, unless it should be plain or ``NO_COLOR`` is set (https://no-color.org); else text."""
-    if plain or os.environ.get("NO_COLOR") or not is_smart_terminal():
-        return PlainDisplay()
-    return MarkdownDisplay()
-
-
-class MarkdownDisplay:
-    """Shows answers as Markdown on a terminal."""
-
-    @contextmanager
-    def answer(self) -> Iterator[Callable[[str], None]]:
-        from rich.console import Console
-
-        from octavo.cli.chat_terminal import GrowingMarkdown
-
-        with GrowingMarkdown(Console(highlight=False)) as shown:
-            yield shown.add
+    """Markdown on a terminal that can draw it, unless ``plain`` or ``NO_COLOR`` (https://no-color.org) is set."""
+    return plain_display if plain or os.environ.get("NO_COLOR") or not is_smart_terminal() else markdown_display
 
 
 def typed_messages(history: HistoryFile | None, completions: Completions) -> Iterator[Typed]:
-    """Messages and commands, stripped, without empty ones. Ctrl-C while one is typed drops it.
-
-    Args:
-        history: what was typed in earlier conversations; None: nothing is remembered.
-        completions: what Tab offers.
-    """
+    """Non-empty messages and commands from the keyboard or a pipe. Ctrl-C drops the message being typed."""
     if not sys.stdin.isatty():
         yield from read_messages(_piped_line)
         return
@@ -628,7 +578,7 @@ def typed_messages(history: HistoryFile | None, completions: Completions) -> Ite
 
 @contextmanager
 def keys_unseen() -> Iterator[None]:
-    """What is typed within it does not appear between the lines of an answer, but where the next message is typed."""
+    """Turns the terminal's echo off: text typed during an answer appears with the next message."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield
         return
@@ -645,7 +595,7 @@ def keys_unseen() -> Iterator[None]:
 
 
 def _keyboard(history: HistoryFile | None, completions: Completions) -> Callable[[], Typed]:
-    """Reads a message of a person."""
+    """A function that reads a message from the keyboard."""
     if is_smart_terminal():
         from octavo.cli.chat_terminal import Keyboard
 
@@ -658,21 +608,19 @@ def _keyboard(history: HistoryFile | None, completions: Completions) -> Callable
 def _typed_line(prompt: str) -> str:
     if sys.stdout.isatty():
         return input(prompt)
-    print(prompt, end="", file=sys.stderr, flush=True)  # what goes into a file is the answers
+    print(prompt, end="", file=sys.stderr, flush=True)  # standard output holds the answers alone
     return input()
 
 
 def _piped_line(prompt: str) -> str:
-    raw = sys.stdin.buffer.readline()
-    if not raw:
-        raise EOFError
-    return raw.decode("utf-8", errors="replace")
+    if raw := sys.stdin.buffer.readline():
+        return raw.decode("utf-8", errors="replace")
+    raise EOFError
 
 
 # ---- the command
 
-#: Where the model has no defaults of its own: less random than the full distribution of a small model, and an end to
-#: answers that would repeat themselves up to the end of the context, with room for some reasoning.
+#: Defaults of models without defaults of their own. The limit ends answers that repeat themselves.
 DEFAULTS = {"max_tokens": DefaultMaxTokens(2048), "temperature": 0.7, "top_p": 0.95}
 
 EXAMPLE = """\
@@ -689,8 +637,8 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="octavo chat",
         usage="octavo chat [options] [MODEL]",
-        description="A conversation in the terminal; where standard input is piped, each line is a question.\n"
-        "Where the context is full, the oldest turns are dropped, which is said.",
+        description="A conversation in the terminal; if standard input is piped, each line is a question.\n"
+        "If the context is full, the oldest turns are dropped, with a notice.",
         epilog=EXAMPLE,
     )
     add_verbose_flag(parser)
@@ -699,7 +647,7 @@ def make_parser() -> Parser:
         "--plain", dest="as_written", action="store_true", help="show answers as the model writes them, not as Markdown"
     )
     parser.add_argument("--stats", action="store_true", help="show tokens/s and the time to the first token of answers")
-    parser.add_argument("--no-history", action="store_true", help="do not remember what is typed for the arrow keys")
+    parser.add_argument("--no-history", action="store_true", help="do not save messages for the arrow keys")
     add_lora_flag(parser)
     add_engine_flags(parser, renamed={"seed": "--engine-seed"})
     add_sampling_flags(parser, defaults=DEFAULTS, leave_out=LEAVE_OUT)
@@ -735,18 +683,18 @@ def run(arguments: Arguments) -> int:
 
 
 def _import_beside(module: str, after: float = 0.0) -> None:
-    """Imports a module on a thread, after so many seconds: it takes some tenths of a second."""
+    """Imports a module on a thread, ``after`` seconds from now: the import takes some tenths of a second."""
     timer = threading.Timer(after, importlib.import_module, [module])
     timer.daemon = True
     timer.start()
 
 
 def talk(conversation: Conversation, history: HistoryFile | None) -> None:
-    """Answers what is typed or piped, up to its end or ``/exit``."""
+    """Answers the messages from the keyboard or a pipe, up to their end or ``/exit``."""
     if sys.stdin.isatty():
         notice(f"{conversation.model}: {settings_text(conversation.params)}")
         notice("type a question; /help shows commands")
-        if isinstance(conversation.display, MarkdownDisplay):
+        if conversation.display is markdown_display:
             _import_beside("octavo.cli.chat_terminal", after=0.3)  # while the first question is typed
     for typed in typed_messages(history, completions):
         with keys_unseen():
@@ -759,18 +707,16 @@ def talk(conversation: Conversation, history: HistoryFile | None) -> None:
 
 
 def _refuse_base_model(config: EngineConfig) -> None:
-    """Refuses a built-in model that answers no questions, before it is fetched."""
+    """Refuses a built-in model that cannot chat, before it is downloaded."""
     model = BUILTIN.get(config.model)
     if model is None:
         return
     chats = ", ".join(name for name, other in BUILTIN.items() if other.chats)
-    if model.embeds:
-        raise ConfigError(f"{model.name} makes vectors ('octavo embed {model.name} ...'); take a chat model: {chats}")
-    if model.transcribes:
-        raise ConfigError(
-            f"{model.name} makes texts of recordings ('octavo transcribe FILE --model {model.name}'); take a chat "
-            f"model: {chats}"
-        )
+    if model.embeds or model.transcribes:
+        use = f"makes vectors ('octavo embed {model.name} ...')"
+        if model.transcribes:
+            use = f"makes texts of recordings ('octavo transcribe FILE --model {model.name}')"
+        raise ConfigError(f"{model.name} {use}; take a chat model: {chats}")
     if model.is_base and config.chat_template is None:
         raise ConfigError(
             f"{model.name} is a base model: it continues texts ('octavo generate {model.name} ...') and answers no "
@@ -779,7 +725,7 @@ def _refuse_base_model(config: EngineConfig) -> None:
 
 
 def _check(files: ModelFiles, params: SamplingParams) -> None:
-    """Refuses, before the model is loaded, one that has no chat template, and a form that no answer can have."""
+    """Refuses a model without a chat template, and invalid ``structured_outputs``, before the model is loaded."""
     from octavo.engine.chat_template import choose_template
     from octavo.engine.input_processor import InputProcessor
 

@@ -1,4 +1,4 @@
-"""What a conversation in the terminal reads and remembers: messages of one or several lines, their history, times."""
+"""Messages of one or several lines, their history file, and the times of answers, for ``octavo chat``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = '"""'
 
 PROMPT, CONTINUED = "> ", "... "
 
-#: What may stand where the word stands that is typed, after the words before it, each with what it is.
+#: Completions of a line's last word, each with its description.
 Completions = Callable[[str], list[tuple[str, str]]]
 
 
@@ -36,10 +36,9 @@ def read_messages(read_line: Callable[[str], str]) -> Iterator[Typed]:
 
 
 def read_message(read_line: Callable[[str], str]) -> Typed:
-    """The next message that is not empty: a line, lines between triple quotes, or lines of which all but the last end
-    with a backslash.
+    """The next non-empty message: a line, lines between triple quotes, or lines joined by backslashes at their ends.
 
-    ``read_line(prompt)`` gives a line or raises EOFError, which ends a message that was begun.
+    ``read_line(prompt)`` returns a line or raises EOFError, which completes a message of several lines.
     """
     while True:
         line = read_line(PROMPT).strip()
@@ -59,37 +58,36 @@ def read_message(read_line: Callable[[str], str]) -> Typed:
 
 
 def is_open(text: str) -> bool:
-    """Whether triple quotes are open at the end of what was typed."""
+    """Whether triple quotes are open at the end of the text."""
     text = text.strip()
     return text.startswith(BLOCK) and not text[len(BLOCK) :].endswith(BLOCK)
 
 
 def as_typed(text: str) -> Typed:
-    """What was typed, without quotes around it, and with them never a command."""
-    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace").strip()  # bytes that are no UTF-8
+    """A typed text without its triple quotes; a quoted text is never a command."""
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace").strip()  # invalid UTF-8
     if text.startswith(BLOCK):
         return Typed(text[len(BLOCK) :].removesuffix(BLOCK).strip("\n"))
     return Typed(text, text.startswith("/") and "\n" not in text)
 
 
-#: Texts that are kept, and most characters of one; a longer one is not kept.
+#: Most texts in the file, and most characters of one.
 MAX_TEXTS, MAX_CHARACTERS = 1000, 20_000
-#: Bytes of the file that are read, from its end.
+#: Bytes to read, from the file's end.
 _MAX_BYTES = 8 << 20
 
 
 def default_path() -> Path:
-    """A file in the user's folder for what programs remember: below ``XDG_STATE_HOME`` where it is set."""
+    """The user's history file, below ``XDG_STATE_HOME`` if it is set."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "octavo" / "chat_history.jsonl"
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "octavo" / "chat_history.jsonl"
 
 
 class HistoryFile:
-    """Owns the file, which only its user may read, and which several conversations may share.
+    """The history file, with mode 0600; several conversations may share it.
 
-    Invariant: it holds at most ``MAX_TEXTS`` when a conversation begins. Where it cannot be used, ``failure`` says why,
-    and nothing more is written.
+    ``load`` cuts it to ``MAX_TEXTS``. If it cannot be used, ``failure`` says why, and nothing more is written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,14 +95,24 @@ class HistoryFile:
         self.failure: str | None = None
 
     def load(self) -> list[str]:
-        """The texts, oldest first; the oldest of too many leave the file, and lines that are none are skipped."""
+        """The texts, oldest first, without invalid lines; cuts a file that is too long."""
         try:
             with self._opened() as file:
-                lines = _last_lines(file)
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - _MAX_BYTES))
+                lines = file.read().splitlines(keepends=True)
+                if len(lines) > MAX_TEXTS or size > _MAX_BYTES:
+                    lines = lines[-MAX_TEXTS:]
+                    file.truncate(0)
+                    file.write(b"".join(lines))
         except OSError as e:
             self._fail(e)
             return []
-        return [text for line in lines if (text := _text(line)) is not None]
+        texts = []
+        for line in lines:
+            with suppress(ValueError):
+                texts.append(json.loads(line))
+        return [text for text in texts if isinstance(text, str)]
 
     def append(self, text: str) -> None:
         if self.failure is not None or len(text) > MAX_CHARACTERS:
@@ -117,55 +125,30 @@ class HistoryFile:
 
     @contextmanager
     def _opened(self) -> Iterator[IO[bytes]]:
-        """The file for this process alone; what is written is appended."""
+        """The file, locked and open for reading and appending."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(self.path, "a+b", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            os.fchmod(file.fileno(), 0o600)  # it may come from elsewhere
+            os.fchmod(file.fileno(), 0o600)
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 
     def _fail(self, error: OSError) -> None:
-        self.failure = f"what is typed is not remembered: {self.path}: {error.strerror}"
-
-
-def _last_lines(file: IO[bytes]) -> list[bytes]:
-    """The last lines of the file, to which it is cut."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _MAX_BYTES))
-    lines = file.read().splitlines(keepends=True)
-    if len(lines) > MAX_TEXTS or size > _MAX_BYTES:
-        lines = lines[-MAX_TEXTS:]
-        file.truncate(0)
-        file.write(b"".join(lines))
-    return lines
-
-
-def _text(line: bytes) -> str | None:
-    try:
-        text = json.loads(line)
-    except ValueError:
-        return None
-    return text if isinstance(text, str) else None
+        self.failure = f"messages are not remembered: {self.path}: {error.strerror}"
 
 
 @dataclass
 class AnswerTimes:
-    """Tokens of an answer and when they came; seconds, on the clock of ``time.monotonic()``.
-
-    They are those of the person who waits: with the time that it takes to show the text.
-    """
+    """Tokens of an answer and their times on the user's side, in seconds of ``time.monotonic()``."""
 
     asked: float
     first: float | None = None
     last: float | None = None
     num_tokens: int = 0
     num_prompt_tokens: int = 0
-    #: Of the prompt's, those whose KV entries were found instead of computed.
     num_cached_tokens: int = 0
     _num_first: int = 0
 
     def add(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Counts tokens that have come now."""
         self.num_cached_tokens = num_cached_tokens
         if not num_tokens:
             return
@@ -186,7 +169,6 @@ class AnswerTimes:
         return self.num_tokens - self._num_first, self.last - self.first
 
     def __str__(self) -> str:
-        """As in ``42 tokens, 31.2 tokens/s; first after 0.21 s; prompt of 120 tokens, 96 of them cached``."""
         tokens, seconds = self.decoded
         rate = f", {tokens / seconds:.1f} tokens/s" if tokens and seconds > 0 else ""
         first = f"; first after {self.time_to_first_token:.2f} s" if self.time_to_first_token is not None else ""

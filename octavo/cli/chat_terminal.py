@@ -1,4 +1,4 @@
-"""The terminal of ``octavo chat``: a line editor (prompt_toolkit), and Markdown drawn while it grows (rich)."""
+"""The terminal of ``octavo chat``: a line editor (prompt_toolkit), and Markdown drawn while it streams (rich)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ from octavo.cli.inputs import notice, printable
 
 
 class Keyboard:
-    """Reads messages from the terminal. What is pasted is one message, whatever lines it has."""
+    """Reads messages from the terminal. A pasted text is one message, also with several lines."""
 
     def __init__(self, history: HistoryFile | None, completions: Completions) -> None:
         output = create_output()
         if isinstance(output, Vt100_Output):
-            # Terminals would be asked where the cursor is, which only menus need: an answer that comes late, after
-            # the message, would be taken for typed.
+            # No cursor position requests: a late reply would be read as typed text.
             output.enable_cpr = False
         self._history, self._warned = history, False
         self._session: PromptSession[str] = PromptSession(
@@ -88,12 +87,12 @@ class _Completer(Completer):
         if "\n" in document.text:
             return
         word = text.rpartition(" ")[2]
-        for full, what in self._completions(text):
-            yield Completion(full, start_position=-len(word), display_meta=what)
+        for full, description in self._completions(text):
+            yield Completion(full, start_position=-len(word), display_meta=description)
 
 
 def _bindings() -> KeyBindings:
-    """Enter ends a message where it is complete; Alt-Enter never does."""
+    """Enter ends a complete message; Alt-Enter begins a new line."""
     bindings = KeyBindings()
 
     @bindings.add("enter", filter=has_focus(DEFAULT_BUFFER))
@@ -114,31 +113,31 @@ def _bindings() -> KeyBindings:
     return bindings
 
 
-# ---- Markdown while it grows
+# ---- streamed Markdown
 
-#: Seconds between two drawings, and how many times longer than a drawing they are apart at least: tokens go first.
+#: Least seconds between two drawings, and that time as a multiple of a drawing's.
 _PAUSE, _SHARE = 0.08, 9
-#: Columns that a list or quote within another takes at most, and how deep they are drawn: at 20, the parser drops text.
+#: Most columns of a nested list's or quote's indent, and their greatest depth: at 20, the parser drops text.
 _INDENT, _DEPTH = 4, 15
-#: Without HTML and definitions of links, which a terminal does not show: both are text.
+#: HTML and definitions of links are text, as a terminal does not show them.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("reference")
 
 
 class Piece(NamedTuple):
-    """A part of a text that can be shown for itself."""
+    """A piece of a text that is drawn on its own."""
 
     text: str
-    #: Whether it goes on with what is before it, without an empty line between: a list, or code.
+    #: Whether it continues the list or code before it, without an empty line between.
     goes_on: bool
 
 
 class GrowingMarkdown:
-    """A text that is shown while it grows. Within its context nothing else may write to the terminal."""
+    """Draws a growing text. Within its context nothing else may write to the terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
-        #: What is not printed for good yet, and when it is drawn again.
+        #: The text that may still change, and the time of its next drawing.
         self._rest = Piece("", True)
         self._next = 0.0
 
@@ -153,7 +152,7 @@ class GrowingMarkdown:
             self._print(self._rest)
 
     def add(self, text: str) -> None:
-        """Appends to the text; it is drawn if the last drawing is long enough ago."""
+        """Appends to the text; draws it unless the last drawing is too recent."""
         self._rest = self._rest._replace(text=self._rest.text + printable(text))
         begun = time.monotonic()
         if begun < self._next:
@@ -161,7 +160,7 @@ class GrowingMarkdown:
         *finished, self._rest = split(self._rest, most_lines=max(4, self._console.height // 2))
         for piece in finished:
             self._print(piece)
-        # A line is left for the cursor, one for the empty line before it.
+        # Two lines remain: the cursor's, and the empty line before the text.
         gap = "" if self._rest.goes_on else "\n"
         self._live.update(Shown(gap, self._rest.text, most_lines=max(1, self._console.height - 2)), refresh=True)
         ended = time.monotonic()
@@ -172,19 +171,19 @@ class GrowingMarkdown:
 
 
 class Shown:
-    """A text as Markdown, or its last lines; text that a renderer fails on is shown as it is."""
+    """A text (or its last lines) as Markdown; if rendering fails, as plain text."""
 
     def __init__(self, before: str, text: str, most_lines: int | None = None) -> None:
         self.before, self.text, self.most_lines = before, text, most_lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Lines, in which no text has a control character: what was an entity in Markdown could be one."""
+        """Lines without control characters, which entities in Markdown could produce."""
         try:
             markdown = _Markdown(self.text)
             if markdown.depth > min(_DEPTH, (options.max_width - 10) // _INDENT):
                 raise ValueError("nothing would be left of the width")
             lines = _without_margin(console.render_lines(markdown, options, pad=False), self.text)
-        except Exception:  # a fault in how a text is drawn must not cost the answer
+        except Exception:  # an error in the renderer must not lose the answer
             lines = console.render_lines(Text(self.text), options, pad=False)
         if self.before:
             lines.insert(0, [])
@@ -194,20 +193,20 @@ class Shown:
 
 
 def _without_margin(lines: list[list[Segment]], text: str) -> list[list[Segment]]:
-    """Lines without the empty ones that rich puts before and after lists, quotes and tables, but not code."""
-    while lines and not text.startswith("```") and _is_empty(lines[0]):
+    """Removes the empty lines that rich puts around lists, quotes and tables; those of code stay."""
+
+    def is_empty(line: list[Segment]) -> bool:
+        return not any(segment.text.strip() for segment in line)
+
+    while lines and not text.startswith("```") and is_empty(lines[0]):
         del lines[0]
-    while lines and not text.endswith("```\n") and _is_empty(lines[-1]):
+    while lines and not text.endswith("```\n") and is_empty(lines[-1]):
         del lines[-1]
     return lines
 
 
-def _is_empty(line: list[Segment]) -> bool:
-    return not any(segment.text.strip() for segment in line)
-
-
 class _Code(CodeBlock):
-    """Code without a frame, so that its lines can be printed in parts, and copied."""
+    """Code without a frame, so that its lines can be printed piece by piece, and copied."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         code = str(self.text).removesuffix("\n")
@@ -219,7 +218,7 @@ class _Heading(Heading):
 
 
 class _Cell(TableDataElement):
-    """A cell whose long words are folded, not cut."""
+    """A table cell that folds long words."""
 
     def __init__(self, justify: JustifyMethod) -> None:
         super().__init__(justify)
@@ -227,7 +226,7 @@ class _Cell(TableDataElement):
 
 
 class _Markdown(Markdown):
-    """Markdown that shows all of a text: line breaks, tags, addresses of links and images."""
+    """Markdown that shows the whole text: line breaks, tags, URLs of links and images."""
 
     elements: ClassVar[dict[str, type[MarkdownElement]]] = {
         **Markdown.elements,
@@ -241,13 +240,13 @@ class _Markdown(Markdown):
     def __init__(self, text: str) -> None:
         super().__init__("", hyperlinks=False)
         self.parsed = _PARSER.parse(text)
-        #: Lists and quotes within each other.
+        #: Nesting of lists and quotes.
         self.depth = max((token.level for token in self.parsed), default=0)
         for token in self.parsed:
             if token.type == "fence" and len(token.info.split()) > 1:  # more than a language
                 token.content = f"{token.info.strip()}\n{token.content}"
             for child in token.children or ():
-                if child.type == "softbreak":  # poems and addresses
+                if child.type == "softbreak":
                     child.type = "hardbreak"
                 elif child.type == "image":
                     child.type, child.tag = "text", ""
@@ -255,18 +254,16 @@ class _Markdown(Markdown):
                     child.children = None
 
 
-# ---- what can no more change ----------------------------------------------------------------------------------------
-
-
 def split(text: Piece, most_lines: int) -> Iterator[Piece]:
-    """Parts of a growing text: those that what follows cannot change, and the rest, which may be empty.
+    """Splits a growing text into pieces that later text cannot change, and the rest, which may be empty.
 
-    ``most_lines``: of code in the rest. A line that is not complete belongs to the rest.
+    ``most_lines``: limit of code lines in the rest. An incomplete line belongs to the rest.
     """
     complete, newline, begun = text.text.rpartition("\n")
     goes_on = text.goes_on
     lines = [f"{line}\n" for line in complete.split("\n")] if newline else []
-    blocks = _blocks(lines)
+    tokens = _PARSER.parse("".join(lines))
+    blocks = [token for token in tokens if token.level == 0 and token.nesting >= 0 and token.map]
     if blocks:
         if len(blocks) > 1:
             yield Piece("".join(lines[: _start(blocks[-1])]), goes_on)
@@ -281,10 +278,6 @@ def split(text: Piece, most_lines: int) -> Iterator[Piece]:
         yield Piece("".join([*lines[: most_lines + 1], f"{fence}\n"]), goes_on)
         lines, goes_on = ["".join([fence, *language, "\n"]), *lines[most_lines + 1 :]], True
     yield Piece("".join([*lines, begun]), goes_on)
-
-
-def _blocks(lines: list[str]) -> list[Token]:
-    return [token for token in _PARSER.parse("".join(lines)) if token.level == 0 and token.nesting >= 0 and token.map]
 
 
 def _items(lines: list[str]) -> list[int]:

@@ -24,14 +24,14 @@ examples:
 class Flag:
     name: str
     help: str
-    #: Whether a value follows it, and which ones there are; empty: any, for which files are offered.
     has_value: bool
+    #: The allowed values; empty: any, and files are offered.
     values: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Node:
-    """What may follow a command, or a word of it (``bench serve``)."""
+    """Words and flags that may follow a command or subcommand."""
 
     words: list[str]
     flags: list[Flag]
@@ -49,16 +49,15 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Arguments) -> int:
-    """Prints the script."""
     if len(arguments.words) != 1 or arguments.words[0] not in SHELLS:
-        given = " ".join(arguments.words) or "none"
-        raise ConfigError(f"octavo completion takes one of {', '.join(SHELLS)}, not {given}")
+        words = " ".join(arguments.words) or "none"
+        raise ConfigError(f"octavo completion takes one of {', '.join(SHELLS)}, not {words}")
     print(SHELLS[arguments.words[0]](tree()), end="")
     return 0
 
 
 def tree() -> dict[str, Node]:
-    """What may follow each command, by its words with spaces between (``bench serve``); "" is the program itself."""
+    """The node of each command and subcommand (``bench serve``); "" is the program itself."""
     nodes = {"": Node([*COMMANDS], [Flag("--help", "show this help message and exit", False)])}
     for name in COMMANDS:
         parser = load_command(name).make_parser()
@@ -82,20 +81,21 @@ def _node(parser: Parser) -> Node:
 
 def _values(metavar: object) -> list[str]:
     """The values that a metavar lists, as ``auto|float32``; ``PATH|-`` lists none."""
-    found = isinstance(metavar, str) and re.fullmatch(r"[a-z0-9][\w.-]*(\|[a-z0-9][\w.-]*)+", metavar)
-    return metavar.split("|") if found and isinstance(metavar, str) else []
+    if isinstance(metavar, str) and re.fullmatch(r"[a-z0-9][\w.-]*(\|[a-z0-9][\w.-]*)+", metavar):
+        return metavar.split("|")
+    return []
 
 
-# --- scripts ----------------------------------------------------------------------------------------------------------
+# ---- scripts
 
 
 def bash(nodes: dict[str, Node]) -> str:
-    return _filled(BASH, nodes, "words='{words}' flags='{flags}'", "values='{}'")
+    return _fill(BASH, nodes, "words='{words}' flags='{flags}'", "values='{}'")
 
 
 def zsh(nodes: dict[str, Node]) -> str:
     """A script for zsh: a file in a folder of ``fpath``, or sourced after compinit."""
-    return _filled(ZSH, nodes, "offered=({words}) flags=({flags})", "values=({})")
+    return _fill(ZSH, nodes, "offered=({words}) flags=({flags})", "values=({})")
 
 
 def fish(nodes: dict[str, Node]) -> str:
@@ -114,18 +114,18 @@ def fish(nodes: dict[str, Node]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _filled(script: str, nodes: dict[str, Node], words: str, values: str) -> str:
-    """A script with the code of each command: of its ``words`` and flags, and of the ``values`` of the flag before."""
+def _fill(script: str, nodes: dict[str, Node], words: str, values: str) -> str:
+    """Inserts each command's code: templates of its ``words`` and flags, and of the ``values`` of the flag before."""
     cases = []
     for path, node in nodes.items():
         flags = " ".join(flag.name for flag in node.flags)
         code = words.format(words=_words(path, node), flags=flags)
         cases.append(f"    ('{path}') {code}\n      case $before in")
-        found: dict[str, list[str]] = {}
+        flags_by_values: dict[str, list[str]] = {}
         for flag in node.flags:
             if flag.has_value:  # @: files
-                found.setdefault(" ".join(flag.values) or "@", []).append(flag.name)
-        cases += [f"        ({'|'.join(names)}) {values.format(of)} ;;" for of, names in found.items()]
+                flags_by_values.setdefault(" ".join(flag.values) or "@", []).append(flag.name)
+        cases += [f"        ({'|'.join(names)}) {values.format(of)} ;;" for of, names in flags_by_values.items()]
         cases.append("      esac ;;")
     return script.replace("@KINDS@", "|".join(_kinds(nodes))).replace("@CASES@", "\n".join(cases))
 

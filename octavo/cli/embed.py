@@ -8,10 +8,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -39,33 +39,27 @@ if TYPE_CHECKING:
     from octavo.engine.model_files import ModelFiles
 
 
-# Files of vectors, written row by row while they come: .npy, .jsonl and .parquet.
+# ---- files of vectors
 
-#: Rows of a group of a Parquet file, which are held until it is full.
+#: Rows of a row group of a Parquet file, held until it is full.
 _GROUP = 4096
-#: Bytes of a .npy file before its numbers; of the length that the format wants, a multiple of 64.
+#: Bytes of a .npy file's header: a multiple of 64.
 _NPY_HEADER = 128
 
 
 class VectorFile(ABC):
-    """A file that vectors are written to in the order of their texts; what is written is complete once it is left."""
+    """A file of vectors in the order of their texts, complete when it is closed."""
 
     @abstractmethod
     def write(self, row: TextRow, vector: NDArray[np.float32], error: str | None) -> None:
-        """Adds the vector float32 [D] of a text, or why there is none."""
+        """Adds a text's vector, float32 [D], or its error."""
 
     def close(self) -> None:  # noqa: B027
-        """Writes what is missing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        """Writes the rest."""
 
 
 class JsonLines(VectorFile):
-    """An object a line: ``index``, ``id`` where the text has one, and ``embedding`` or ``error``."""
+    """One object a line: ``index``, ``id`` if the text has one, and ``embedding`` or ``error``."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -76,7 +70,7 @@ class JsonLines(VectorFile):
             line["id"] = row.id
         line |= {"embedding": vector.tolist()} if error is None else {"error": error}
         self._stream.write(msgspec.json.encode(line) + b"\n")
-        self._stream.flush()  # who reads a pipe gets each as it comes
+        self._stream.flush()  # a pipe's reader gets each line at once
 
 
 class Npy(VectorFile):
@@ -137,7 +131,7 @@ class Parquet(VectorFile):
 
 
 def check_output(path: Path | None, read: str | None) -> None:
-    """Refuses an output that cannot be written, before a model is loaded for it; ``read``: the file of the texts."""
+    """Refuses an output that cannot be written, before a model is loaded; ``read``: the file of the texts."""
     if path is None:
         return
     if read not in (None, "-") and path.exists() and path.samefile(read):
@@ -150,23 +144,25 @@ def check_output(path: Path | None, read: str | None) -> None:
 
 
 def open_output(path: Path | None, dimensions: int, stack: ExitStack) -> VectorFile:
-    """Opens the file for vectors of this many ``dimensions``; without a path, JSON lines go to standard output."""
+    """Opens the file for vectors of ``dimensions`` numbers; without a path, JSON lines go to standard output."""
     if path is None:
-        return stack.enter_context(JsonLines(sys.stdout.buffer))
+        return JsonLines(sys.stdout.buffer)
     try:
         if path.suffix == ".parquet":
-            return stack.enter_context(Parquet(path, dimensions))
+            return stack.enter_context(closing(Parquet(path, dimensions)))
         stream = stack.enter_context(path.open("wb"))
     except OSError as e:
         raise ConfigError(f"cannot write --output {path}: {e.strerror or e}") from None
     file = Npy(stream, dimensions) if path.suffix == ".npy" else JsonLines(stream)
-    return stack.enter_context(file)
+    return stack.enter_context(closing(file))
 
 
-#: Most texts, and most characters of them, that are in the engine or wait for their turn to be written.
+# ---- ``octavo embed``
+
+#: Most texts, and most characters of them, that are in the engine or wait to be written.
 WINDOW_TEXTS = 1024
 WINDOW_CHARACTERS = 1 << 22
-#: Errors that are printed; an output of lines or of Parquet has all of them.
+#: Errors to print; JSON lines and Parquet files have all of them.
 _SHOWN_ERRORS = 20
 
 EXAMPLE = """\
@@ -180,7 +176,7 @@ examples:
 A file has one text a line, or one JSON object a line with "text", "prompt" or "input" (a text or token ids), or is one
 of Parquet with a column of such a name; "id" is kept, other keys are passed over. Without --output the vectors are JSON
 lines on standard output. They are written in the order of the texts, while the file is read: row i of a .npy file is
-text i. A text that cannot be served fails alone (an "error" in its line, NaN in a .npy file), and the exit code is 1.
+text i. If a text cannot be served (an "error" in its line, NaN in a .npy file), the exit code is 1.
 """
 
 
@@ -198,7 +194,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--prompt-name",
         metavar="NAME",
-        help="put the text that the model's files give this name, such as query, before each",
+        help="put the model's prompt of this name, such as query, before each text",
     )
     parser.add_argument(
         "--dimensions", type=int, metavar="N", help="numbers of a vector, of a model that was trained for fewer"
@@ -227,7 +223,6 @@ def read_truncate(arguments: Arguments) -> int | None:
 
 
 def run(arguments: Arguments) -> int:
-    """Writes the vectors; returns 1 if a text failed."""
     config = take_engine_config(arguments, more_words=True)
     source = make_source(arguments.words, arguments.input, arguments.column, "--input")
     check_output(arguments.output, source.file)
@@ -263,7 +258,7 @@ def run(arguments: Arguments) -> int:
 
 
 def make_source(words: list[str], file: str | None, column: str | None, flag: str) -> TextSource:
-    """The texts: words, those of the file that ``flag`` names, or standard input where it is piped and all there is."""
+    """The texts: words and the file of ``flag``; without both, standard input if it is piped."""
     if file is None and not words and not sys.stdin.isatty():
         file = "-"
     if file is None and not words:
@@ -275,8 +270,7 @@ def make_source(words: list[str], file: str | None, column: str | None, flag: st
 
 def _check(files: ModelFiles, params: PoolingParams, prompt_name: str | None) -> int:
     """The numbers of a vector; refuses what no text could be served with, before the model is loaded."""
-    from octavo.engine.input_processor import InputProcessor
-    from octavo.engine.pooling_inputs import PoolingInputs
+    from octavo.engine.input_processor import InputProcessor, PoolingInputs
 
     pooling = PoolingInputs(files, InputProcessor(files))
     with errors_of_the_call():
@@ -289,10 +283,7 @@ def _check(files: ModelFiles, params: PoolingParams, prompt_name: str | None) ->
 def embed(
     engine: LLMEngine, rows: Iterable[TextRow], params: PoolingParams, prompt_name: str | None = None
 ) -> Iterator[tuple[TextRow, Pooled]]:
-    """The output of each row, in order, each as soon as it and those before it have ended; a bad row fails alone.
-
-    Rows are taken from ``rows`` as others end, so that a bounded number of them is held.
-    """
+    """The output of each row in order, as soon as it and all before it have ended; holds a bounded number of rows."""
     from octavo.engine.llm import refused
 
     waiting: deque[TextRow] = deque()
@@ -310,15 +301,15 @@ def embed(
         except InvalidRequestError as e:
             outputs[request_id] = refused(request_id, row.text, params, e)
         while len(waiting) >= WINDOW_TEXTS or characters >= WINDOW_CHARACTERS:
-            for done, output in _next(engine, waiting, outputs):
+            for done, output in _ended(engine, waiting, outputs):
                 characters -= len(done.text)
                 yield done, output
     while waiting:
-        yield from _next(engine, waiting, outputs)
+        yield from _ended(engine, waiting, outputs)
 
 
-def _next(engine: LLMEngine, waiting: deque[TextRow], outputs: dict[str, Any]) -> Iterator[tuple[TextRow, Pooled]]:
-    """Steps until the first row that waits has ended; that and those after it that have ended too."""
+def _ended(engine: LLMEngine, waiting: deque[TextRow], outputs: dict[str, Any]) -> Iterator[tuple[TextRow, Pooled]]:
+    """Steps until the first waiting row has ended; yields it and the ended rows after it."""
     while (first := str(waiting[0].index)) not in outputs:
         if not engine.has_unfinished_requests():
             raise WorkerError(f"the engine has no more work, but request {first} has not ended")
@@ -331,7 +322,7 @@ def _next(engine: LLMEngine, waiting: deque[TextRow], outputs: dict[str, Any]) -
 
 @dataclass
 class Figures:
-    """Sums over all texts. Times in seconds."""
+    """Sums over all texts."""
 
     dimensions: int
     texts: int = 0
@@ -349,7 +340,7 @@ class Figures:
         if self.failed <= _SHOWN_ERRORS:
             print(f"octavo: error: text {row.index + 1}: {error}", file=sys.stderr)
         elif self.failed == _SHOWN_ERRORS + 1:
-            print("octavo: error: more texts failed; those that come are counted only", file=sys.stderr)
+            print("octavo: error: more texts failed; further errors are only counted", file=sys.stderr)
 
     def as_json(self) -> dict[str, float]:
         seconds = self.seconds or 1.0
@@ -368,14 +359,15 @@ class Figures:
         )
 
 
+# ---- ``octavo rerank``
+
 _RERANK_EXAMPLE = """\
 examples:
   octavo rerank all-minilm-l6-v2 --query "rivers of Europe" "The Rhine" "A loaf of bread" "The Danube"
   octavo rerank ./my-reranker --query "rivers of Europe" --documents passages.jsonl --top-n 10 --json best.json
 
 A cross-encoder, or a language model with --task score, reads query and document together; vectors of other models are
-compared. A file of documents is read as octavo embed reads texts. A document that cannot be scored fails alone, and
-the exit code is 1.
+compared. A file of documents is read as octavo embed reads texts. If a document cannot be scored, the exit code is 1.
 """
 
 
@@ -387,7 +379,7 @@ def _rerank_parser() -> Parser:
         "configuration file names the model, every word is a document.",
         epilog=_RERANK_EXAMPLE,
     )
-    parser.add_argument("--query", required=True, metavar="TEXT", help="what the documents are compared with")
+    parser.add_argument("--query", required=True, metavar="TEXT", help="text to compare the documents with")
     parser.add_argument("--documents", metavar="FILE", help="take documents from this file, or from standard input (-)")
     parser.add_argument("--column", metavar="NAME", help="key or column of the texts (default: text, prompt or input)")
     parser.add_argument("--top-n", type=int, metavar="N", help="show the best N (default: all)")
@@ -399,7 +391,6 @@ def _rerank_parser() -> Parser:
 
 
 def rerank(arguments: Arguments) -> int:
-    """Prints the documents; returns 1 if one failed."""
     check_range(arguments, "top_n")
     config = take_engine_config(arguments, more_words=True)
     params = PoolingParams(truncate_prompt_tokens=read_truncate(arguments))
@@ -428,12 +419,14 @@ def rerank(arguments: Arguments) -> int:
             name = {} if row.id is None else {"id": row.id}
             results.append({"index": row.index, **name, "score": output.outputs.score, "document": row.text})
         seconds = time.monotonic() - start
-        results.sort(key=lambda result: -result["score"])  # those of equal scores stay in their order
+        results.sort(key=lambda result: -result["score"])  # stable: equal scores keep their order
         for index, error in sorted(errors.items()):
             print(f"octavo: error: document {index + 1}: {error}", file=sys.stderr)
         results = results[: arguments.top_n]
         if json_out is None:
-            _print_ranking(results)
+            for result in results:
+                text = " ".join(result["document"].split())
+                print(for_output(f"{result['score']:.4f}  {result['index'] + 1}  {text}"))
         else:
             content = {
                 "query": arguments.query,
@@ -449,11 +442,6 @@ def rerank(arguments: Arguments) -> int:
             }
             write_line(json_out, content)
     return EXIT_FAILED if errors else 0
-
-
-def _print_ranking(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        print(for_output(f"{result['score']:.4f}  {result['index'] + 1}  {' '.join(result['document'].split())}"))
 
 
 COMMANDS = {"rerank": Command(_rerank_parser, rerank)}

@@ -1,4 +1,4 @@
-"""Flags for engine options, made from the fields of ``EngineConfig``."""
+"""Flags of engine options and sampling parameters, made from ``EngineConfig`` and ``SamplingParams``."""
 
 from __future__ import annotations
 
@@ -24,41 +24,22 @@ from octavo.core.request import FOREIGN_OPTIONS, OTHER_NAMES, LoRARequest
 from octavo.core.sampling_params import SamplingParams, defaults_beside
 
 PREFIX = "engine"
-#: Options that help shows; the others are in ``--help all``.
+#: Options in ``--help``; ``--help all`` shows the others too.
 COMMON_OPTIONS = frozenset(
-    (
-        "chat_template",
-        "revision",
-        "dtype",
-        "quantization",
-        "max_model_len",
-        "generation_config",
-        "seed",
-        "kv_cache_dtype",
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-        "enable_prefix_caching",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "scheduling_policy",
-        "speculative_config",
-        "tensor_parallel_size",
-        "data_parallel_size",
-        "enable_lora",
-        "device",
-        "num_threads",
-    )
+    {
+        *("chat_template", "revision", "dtype", "quantization", "max_model_len", "generation_config", "seed"),
+        *("kv_cache_dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "enable_prefix_caching"),
+        *("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "speculative_config"),
+        *("tensor_parallel_size", "data_parallel_size", "enable_lora", "device", "num_threads"),
+    }
 )
 
 
 def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -> None:
-    """Adds ``--model``, ``--config`` and a flag for every engine option.
+    """Adds ``--model``, ``--config`` and a flag for every engine option; unset options are absent from the arguments.
 
-    Help leaves out ``OTHER_NAMES`` and ``FOREIGN_OPTIONS``.
-
-    Args:
-        parser: the flags are added to it; an option that is not given is absent from the arguments.
-        renamed: option -> flag, where the command uses the plain name for another option.
+    ``renamed``: option -> flag, if the command uses the plain name for another option. ``OTHER_NAMES`` and
+    ``FOREIGN_OPTIONS`` are accepted, but not in the help.
     """
     parser.add_argument("--model", metavar="MODEL", help=EngineConfig.model_fields["model"].description)
     parser.add_argument(
@@ -69,17 +50,18 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
     )
     fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
     add_option_flags(parser, PREFIX, fields, renamed=renamed, common=COMMON_OPTIONS)
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for name, foreign in FOREIGN_OPTIONS.items():
         kind: dict[str, Any] = (
             {"action": argparse.BooleanOptionalAction} if foreign.boolean else {"type": _reader(name)}
         )
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, dest=f"{PREFIX}:{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
+        parser.add_argument(_flag(name), dest=f"{PREFIX}:{name}", **hidden, **kind)
     for other, name in OTHER_NAMES.items():
-        flag = "--" + other.replace("_", "-")
-        parser.add_argument(
-            flag, dest=f"{PREFIX}:{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, type=_reader(name)
-        )
+        parser.add_argument(_flag(other), dest=f"{PREFIX}:{name}", type=_reader(name), **hidden)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def add_lora_flag(parser: Parser) -> None:
@@ -89,7 +71,7 @@ def add_lora_flag(parser: Parser) -> None:
 
 
 def read_lora(arguments: Arguments) -> LoRARequest | None:
-    """The adapter that ``--lora`` names, if it is given; the engine then serves adapters."""
+    """The adapter of ``--lora``, which also sets ``enable_lora``."""
     value: str | None = arguments.lora
     if value is None:
         return None
@@ -107,12 +89,11 @@ def read_lora(arguments: Arguments) -> LoRARequest | None:
 
 
 def add_verbose_flag(parser: Parser) -> None:
-    """Adds ``--verbose``, for commands whose output is an answer; see ``apply_verbosity``."""
-    parser.add_argument("--verbose", action="store_true", help="say what model, kernels and memory there are")
+    parser.add_argument("--verbose", action="store_true", help="log the model, kernels and memory at the start")
 
 
 def apply_verbosity(arguments: Arguments) -> None:
-    """Leaves out what the engine says at its start, unless ``--verbose`` or ``OCTAVO_LOG_LEVEL`` is given."""
+    """Hides the engine's log lines at its start, unless ``--verbose`` or ``OCTAVO_LOG_LEVEL`` is set."""
     if not arguments.verbose and not os.environ.get("OCTAVO_LOG_LEVEL"):
         logging.getLogger("octavo.startup").setLevel(logging.WARNING)
 
@@ -125,19 +106,14 @@ def add_option_flags(
     renamed: Mapping[str, str] | None = None,
     common: Collection[str] | None = None,
 ) -> None:
-    """Adds a group of flags, one for each field of a model; ``Arguments.group(prefix)`` returns those that are given.
+    """Adds a group of flags, one for each pydantic field; ``Arguments.group(prefix)`` returns those that are set.
 
-    Args:
-        parser: the flags are added to it.
-        prefix: of the names in the arguments, and the title of the group.
-        fields: fields of the model, by name.
-        renamed: as in ``add_engine_flags``.
-        common: fields that help shows, the others are in ``--help all``; default: all of them.
+    ``common``: fields in ``--help``, by default all; ``--help all`` shows the others too.
     """
     parser.rare |= {f"{prefix}:{name}" for name in fields if common is not None and name not in common}
     group = parser.add_argument_group(f"{prefix} options")
     for name, field in fields.items():
-        flag = (renamed or {}).get(name) or "--" + name.replace("_", "-")
+        flag = (renamed or {}).get(name) or _flag(name)
         options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if field.annotation is not bool:
             options = {"type": _reader(name), "metavar": value_kind(field)}
@@ -150,10 +126,10 @@ def add_option_flags(
 
 
 def take_model(arguments: Arguments, *, more_words: bool = False) -> str | None:
-    """The model that the command line names: ``--model``, or else the first word, which is removed.
+    """The model of the command line: ``--model``, or else the first word, which is removed.
 
-    None if it names none. If the configuration names one, no word does: then all words are the command's, if it takes
-    ``more_words``.
+    None if there is neither, or if a variable or file sets the model: then all words are the command's own
+    (``more_words``).
     """
     model: str | None = arguments.model
     why = ""
@@ -180,27 +156,26 @@ def read_engine_config(arguments: Arguments, model: str | None) -> EngineConfig:
 
 
 def take_engine_config(arguments: Arguments, *, more_words: bool = False) -> EngineConfig:
-    """The engine's options of a command whose output is an answer, with the model that ``take_model`` finds."""
+    """Applies ``--verbose``, takes the model from the command line and reads the engine's options."""
     apply_verbosity(arguments)
     return read_engine_config(arguments, take_model(arguments, more_words=more_words))
 
 
 def refuse_idle_flags(arguments: Arguments, counting: Collection[str], command: str) -> None:
-    """Refuses the model and options of the engine that do not count in a command without a model.
+    """Refuses the model and engine options other than ``counting``, in a command without a model.
 
-    ``command``: the command and why they do not, for the message.
+    ``command``: the command and the reason, for the message.
     """
-    given = ["model"] if arguments.model is not None else []
-    for name in given + list(arguments.group(PREFIX)):
+    for name in ["model"] * (arguments.model is not None) + list(arguments.group(PREFIX)):
         if name not in counting:
             raise ConfigError(
-                f"--{name.replace('_', '-')} does not count in {command}; the engine's options that do: "
+                f"{_flag(name)} does not count in {command}; the engine's options that do: "
                 f"{', '.join(sorted(counting))}"
             )
 
 
 def help_text(description: str, default: object) -> str:
-    """A flag's help; descriptions state the meaning of a default of None themselves."""
+    """A flag's help with its default; a description explains a default of None itself."""
     text = description if default is None else f"{description} (default: {default})"
     return text.replace("%", "%%")
 
@@ -208,7 +183,7 @@ def help_text(description: str, default: object) -> str:
 def value_kind(field: FieldInfo) -> str:
     """Placeholder of a value in help and tables: ``auto|cpu``, ``N``, ``X`` or ``TEXT``."""
     kinds: list[Any] = [field.annotation]
-    if typing.get_origin(field.annotation) is not Literal:  # a plain type, or one that may be None
+    if typing.get_origin(field.annotation) is not Literal:
         kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)] or kinds
     if typing.get_origin(kinds[0]) is Literal:
         return "|".join(str(kind) for kind in typing.get_args(kinds[0]))
@@ -226,28 +201,18 @@ def _reader(name: str) -> Callable[[str], Any]:
     return read
 
 
-# Flags for sampling parameters, made from the fields of ``SamplingParams``.
+# ---- sampling parameters
 
 SAMPLING_PREFIX = "sampling"
-#: Parameters that help shows; the others are in ``--help all``.
+#: Parameters in ``--help``; ``--help all`` shows the others too.
 COMMON_PARAMETERS = frozenset(
-    (
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "max_tokens",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logprobs",
-    )
+    {
+        *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "logprobs"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    }
 )
 
-#: One line of help for each field that can be given as text.
+#: Help of each field that has a flag.
 HELP = {
     "n": "completions of each prompt",
     "best_of": "sample this many completions and return the n with the highest cumulative logprob; default: n",
@@ -276,7 +241,7 @@ HELP = {
     "extra_args": 'arguments of logits processors that --logits-processors loads, as in {"scale": 0.5}',
     "thinking_token_budget": "most tokens of reasoning, of models that mark it; -1: no limit",
     "truncate_prompt_tokens": "keep only this many last tokens of a prompt; -1: as many as leave room for max_tokens",
-    "structured_outputs": 'the form of the answer, as in {"regex": "[0-9]+"}; others are json, choice, grammar',
+    "structured_outputs": 'constraint on the answer, as in {"regex": "[0-9]+"}; others are json, choice, grammar',
     "allowed_token_ids": "only these token ids may be generated, as in 13,198",
 }
 
@@ -284,12 +249,9 @@ HELP = {
 def add_sampling_flags(
     parser: Parser, *, defaults: Mapping[str, Any] | None = None, leave_out: Collection[str] = ()
 ) -> None:
-    """Adds a flag for every sampling parameter that can be given as text.
+    """Adds a flag for each parameter of ``HELP``; unset parameters are absent from the arguments.
 
-    Args:
-        parser: the flags are added to it; one that is not given is absent from the arguments.
-        defaults: the command's defaults in place of the fields' own.
-        leave_out: parameters that have no meaning for the command.
+    ``defaults``: the command's defaults in place of the fields' own.
     """
     group = parser.add_argument_group(
         "sampling options",
@@ -302,40 +264,35 @@ def add_sampling_flags(
             parser.rare.add(f"{SAMPLING_PREFIX}:{field.name}")
         default = (defaults or {}).get(field.name, field.default)
         if default is None and field.default is not None:
-            default = "none"  # a value that the command chooses, not the absence of one
+            default = "none"
         group.add_argument(
-            "--" + field.name.replace("_", "-"),
+            _flag(field.name),
             dest=f"{SAMPLING_PREFIX}:{field.name}",
             default=argparse.SUPPRESS,
             help=help_text(HELP[field.name], default),
             **_argument_options(field.type),
         )
-    _add_form_flags(group)
-
-
-def _add_form_flags(group: argparse._ArgumentGroup) -> None:
-    """Adds the forms of ``structured_outputs`` that are most used."""
-    forms = group.add_mutually_exclusive_group()
-    for flag, form, kind, metavar, what in (
-        ("--json-schema", "json", _file, "FILE", "the answer is JSON of the schema in this file"),
+    constraints = group.add_mutually_exclusive_group()
+    for name, constraint, kind, metavar, text in (
+        ("--json-schema", "json", _read_text, "FILE", "the answer is JSON of the schema in this file"),
         ("--regex", "regex", str, "REGEX", "the whole answer matches it"),
         ("--choice", "choice", str, "TEXT", "the answer is one of these texts; given several times"),
-        ("--grammar", "grammar", _file, "FILE", "the answer has the grammar in this file, in Lark's notation or GBNF"),
+        ("--grammar", "grammar", _read_text, "FILE", "the answer follows the grammar in this file (Lark or GBNF)"),
     ):
-        forms.add_argument(
-            flag,
+        constraints.add_argument(
+            name,
             dest=f"{SAMPLING_PREFIX}:structured_outputs",
             default=argparse.SUPPRESS,
-            action=_Form,
-            const=form,
+            action=_Constraint,
+            const=constraint,
             type=kind,
             metavar=metavar,
-            help=what,
+            help=text,
         )
 
 
-class _Form(argparse.Action):
-    """Stores a form as the field ``const`` of ``structured_outputs``; ``choice`` grows with each use."""
+class _Constraint(argparse.Action):
+    """Stores a value as the field ``const`` of ``structured_outputs``; ``choice`` grows with each use."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
@@ -345,7 +302,7 @@ class _Form(argparse.Action):
         setattr(namespace, self.dest, {self.const: values})
 
 
-def _file(name: str) -> str:
+def _read_text(name: str) -> str:
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as e:
@@ -353,10 +310,10 @@ def _file(name: str) -> str:
 
 
 def add_beam_flags(parser: Parser) -> None:
-    """Adds the parameters of ``BeamSearchParams`` that are not of ``SamplingParams`` too."""
+    """Adds the parameters of ``BeamSearchParams`` that ``SamplingParams`` does not have."""
     group = parser.add_argument_group(
         "beam search options",
-        "With --beam-width, of the sampling options only those that beam search has may be given.",
+        "With --beam-width, other sampling options are refused, unless beam search has them too.",
     )
     flags: dict[str, dict[str, Any]] = {
         "beam_width": {"type": int, "metavar": "N", "help": "beams, and answers, best first"},
@@ -369,18 +326,16 @@ def add_beam_flags(parser: Parser) -> None:
         },
     }
     for name, options in flags.items():
-        flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, dest=f"{SAMPLING_PREFIX}:{name}", default=argparse.SUPPRESS, **options)
+        group.add_argument(_flag(name), dest=f"{SAMPLING_PREFIX}:{name}", default=argparse.SUPPRESS, **options)
 
 
 def read_sampling_params(arguments: Arguments, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-    """The parameters that the flags give."""
-    given = arguments.group(SAMPLING_PREFIX)
-    return SamplingParams(**defaults_beside(given, defaults or {}), **given)
+    values = arguments.group(SAMPLING_PREFIX)
+    return SamplingParams(**defaults_beside(values, defaults or {}), **values)
 
 
 def read_value(name: str, text: str) -> Any:
-    """The value of a parameter of ``HELP`` that somebody has typed; several texts are a JSON list."""
+    """Parses a parameter of ``HELP``; several texts are a JSON list."""
     kind = next(field.type for field in msgspec.structs.fields(SamplingParams) if field.name == name)
     kinds = typing.get_args(kind) or (kind,)
     if text.lower() == "none" and type(None) in kinds:
@@ -392,13 +347,13 @@ def read_value(name: str, text: str) -> Any:
             return json.loads(text) if text.startswith("[") else [text]
         return _argument_options(kind)["type"](text)
     except (ValueError, KeyError, RecursionError, argparse.ArgumentTypeError):
-        forms = {bool: "true or false", int: "an integer", float: "a number", list[int]: "token ids, as in 13,198"}
-        form = next((form for each, form in forms.items() if each in kinds), "JSON")
-        raise InvalidRequestError(f"{name} takes {form}, not {text!r}: {HELP[name]}") from None
+        nouns = {bool: "true or false", int: "an integer", float: "a number", list[int]: "token ids, as in 13,198"}
+        noun = next((noun for each, noun in nouns.items() if each in kinds), "JSON")
+        raise InvalidRequestError(f"{name} takes {noun}, not {text!r}: {HELP[name]}") from None
 
 
 def _argument_options(kind: Any) -> dict[str, Any]:
-    """The arguments of ``add_argument`` for a value of this type."""
+    """Keywords of ``add_argument`` for a type."""
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     kinds = typing.get_args(kind) or (kind,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,7 +32,7 @@ from octavo.cli.parsing import (
     write_line,
 )
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
-from octavo.core.outputs import RequestMetrics, RequestOutput
+from octavo.core.outputs import RequestOutput
 from octavo.core.request import RequestOptions
 from octavo.core.sampling_params import DefaultMaxTokens, RequestOutputKind, SamplingParams, defaults_beside
 
@@ -56,8 +57,8 @@ examples:
 
 A file of prompts holds one text a line, or one JSON object a line: "prompt", "prompt_token_ids" or "messages", and
 "priority", "user", "ttft_target", "tpot_target", sampling and beam search parameters of its own. With --json, one line
-a request is written, in the order of the prompts, and a last line {"summary": ...}. A prompt that cannot be served
-fails alone: the others are answered and the exit code is 1.
+a request is written, in the order of the prompts, and a last line {"summary": ...}. If a prompt cannot be served, the
+others are answered and the exit code is 1.
 """
 
 
@@ -78,17 +79,17 @@ def make_parser() -> Parser:
         action="append",
         default=[],
         metavar="FILE",
-        help="an image that comes with each prompt, for models that see them; several: give it again. They take the "
-        "places of the placeholders in the prompt, or stand before it",
+        help="an image for each prompt, for vision models; may be given several times. Images replace the "
+        "placeholders in the prompt, or stand before it",
     )
     parser.add_argument(
         "--priority",
         type=number,
         default=0,
         metavar="X",
-        help="of every prompt, an integer or a float; the lower goes first, under --scheduling-policy static (0)",
+        help="priority of the prompts under --scheduling-policy static: lower goes first (default: 0)",
     )
-    parser.add_argument("--user", metavar="NAME", help="whose prompts these are, for --scheduling-policy fair and srpt")
+    parser.add_argument("--user", metavar="NAME", help="user of the prompts, for --scheduling-policy fair and srpt")
     add_lora_flag(parser)
     add_json_flag(parser)
     add_verbose_flag(parser)
@@ -127,8 +128,9 @@ def run(arguments: Arguments) -> int:
                 engine.add_lora(lora)
         figures = Figures(load_seconds=time.monotonic() - start)
         start = time.monotonic()
-        # The text of one is printed as it grows if it is read on a terminal.
-        grows = json_out is None and len(jobs) == 1 and sys.stdout.isatty() and jobs[0].has_one_answer
+        params = jobs[0].params
+        has_one_answer = len(jobs) == 1 and isinstance(params, SamplingParams) and params.num_sequences == 1
+        grows = has_one_answer and json_out is None and sys.stdout.isatty()
         for job, output in complete(engine, jobs, grows=grows):
             figures.count(job, output)
             if json_out is not None:
@@ -145,27 +147,24 @@ def run(arguments: Arguments) -> int:
     return EXIT_FAILED if figures.failed else 0
 
 
-def _check(files: ModelFiles, jobs: list[Job], given: Mapping[str, Any], images: list[str]) -> None:
-    """Gives the jobs the images and the model's defaults of parameters that are not ``given``.
-
-    They are checked before the model is loaded.
-    """
+def _check(files: ModelFiles, jobs: list[Job], flags: Mapping[str, Any], images: list[str]) -> None:
+    """Gives the jobs the images and the model's defaults, and checks them, before the model is loaded."""
     from octavo.engine.input_processor import InputProcessor
 
     inputs = InputProcessor(files)
-    found = read_images(inputs, images)
-    defaults = defaults_beside(given, files.default_sampling)
+    processed = read_images(inputs, images)
+    defaults = defaults_beside(flags, files.default_sampling)
     for job in jobs:
-        job.images = found
+        job.images = processed
         job.take_defaults(defaults)
         job.check(inputs)
 
 
 def complete(engine: LLMEngine | None, jobs: list[Job], *, grows: bool) -> Iterator[tuple[Job, RequestOutput | None]]:
-    """Runs all jobs as one batch; yields them in order, each as soon as it and those before it have ended.
+    """Runs all jobs as one batch; yields them in order, each as soon as it and all before it have ended.
 
-    A refused job has ``error`` set and no output; if all are, no engine is needed. If it ``grows``, the text of the
-    only job is printed meanwhile.
+    A refused job has an ``error`` and no output; without valid jobs no engine is needed. With ``grows``, the text of
+    the only job is printed as it is generated.
     """
     for job in jobs:
         if engine is not None and job.error is None:
@@ -195,13 +194,16 @@ def complete(engine: LLMEngine | None, jobs: list[Job], *, grows: bool) -> Itera
         yield job, result
 
 
+@dataclass
 class Figures:
-    """Sums over all requests. Times in seconds."""
+    """Sums over all requests."""
 
-    def __init__(self, load_seconds: float) -> None:
-        self.load_seconds = load_seconds
-        self.seconds = 0.0
-        self.requests = self.failed = self.prompt_tokens = self.output_tokens = 0
+    requests: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    load_seconds: float = 0.0
+    seconds: float = 0.0
 
     def count(self, job: Job, output: RequestOutput | None) -> None:
         self.requests += 1
@@ -210,19 +212,15 @@ class Figures:
             self.prompt_tokens += output.num_prompt_tokens
             self.output_tokens += sum(len(o.token_ids) for o in output.outputs)
 
-    @property
-    def output_tokens_per_second(self) -> float:
-        return self.output_tokens / self.seconds if self.seconds else 0.0
-
     def as_json(self) -> dict[str, float]:
-        names = ("requests", "failed", "prompt_tokens", "output_tokens", "load_seconds", "seconds")
-        return {name: getattr(self, name) for name in (*names, "output_tokens_per_second")}
+        return {**asdict(self), "output_tokens_per_second": self.output_tokens / self.seconds if self.seconds else 0.0}
 
     def as_text(self) -> str:
         failed = f", {self.failed} failed" if self.failed else ""
+        speed = self.as_json()["output_tokens_per_second"]
         return (
             f"octavo: {_count(self.requests, 'request')}{failed}, {_count(self.prompt_tokens, 'token')} in, "
-            f"{self.output_tokens} out in {self.seconds:.2f} s: {self.output_tokens_per_second:.1f} tokens/s "
+            f"{self.output_tokens} out in {self.seconds:.2f} s: {speed:.1f} tokens/s "
             f"(loaded in {self.load_seconds:.2f} s)"
         )
 
@@ -235,14 +233,10 @@ def _print_text(job: Job, output: RequestOutput, *, alone: bool) -> None:
     for completion in output.outputs:
         if not alone or len(output.outputs) > 1:
             number = f"{job.index + 1}" if len(output.outputs) == 1 else f"{job.index + 1}.{completion.index + 1}"
-            print(f"=== {number}: {_title(job)}")
+            prompt = job.messages[-1].get("content") if job.messages else job.prompt
+            line = " ".join(str(prompt).split())
+            print(f"=== {number}: {line if len(line) <= 80 else line[:79] + '…'}")
         print(for_output(completion.text), flush=True)
-
-
-def _title(job: Job) -> str:
-    prompt = job.messages[-1].get("content") if job.messages else job.prompt
-    line = " ".join(str(prompt).split())
-    return line if len(line) <= 80 else line[:79] + "…"
 
 
 def _as_json(job: Job, output: RequestOutput | None) -> dict[str, Any]:
@@ -257,20 +251,16 @@ def _as_json(job: Job, output: RequestOutput | None) -> dict[str, Any]:
         if output.prompt_logprobs is not None:
             line["prompt_logprobs"] = output.prompt_logprobs
         line["outputs"] = output.outputs
-        line["metrics"] = _durations(output.metrics)
+        metrics = output.metrics
+        moments = {
+            "first_token_seconds": metrics.first_token_time,
+            "last_token_seconds": metrics.last_token_time,
+            "total_seconds": metrics.finished_time,
+        }
+        counts = ("num_cached_tokens", "num_preemptions", "num_draft_tokens", "num_accepted_draft_tokens")
+        line["metrics"] = {
+            "queue_seconds": metrics.time_in_queue,
+            **{name: None if moment is None else moment - metrics.arrival_time for name, moment in moments.items()},
+            **{name: getattr(metrics, name) for name in counts},
+        }
     return line
-
-
-def _durations(metrics: RequestMetrics) -> dict[str, float | None]:
-    """Times of a request in seconds since its arrival, and counts."""
-    moments = {
-        "first_token_seconds": metrics.first_token_time,
-        "last_token_seconds": metrics.last_token_time,
-        "total_seconds": metrics.finished_time,
-    }
-    counts = ("num_cached_tokens", "num_preemptions", "num_draft_tokens", "num_accepted_draft_tokens")
-    return {
-        "queue_seconds": metrics.time_in_queue,
-        **{name: None if time is None else time - metrics.arrival_time for name, time in moments.items()},
-        **{name: getattr(metrics, name) for name in counts},
-    }

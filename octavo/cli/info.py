@@ -25,33 +25,13 @@ from octavo.core.model_config import ModelConfig
 from octavo.core.sampling_params import describe_sampling, sampling_in_effect
 from octavo.loader.builtin import BUILTIN
 
-# Facts about the machine: processor, instruction sets, cores, GPU driver.
+# ---- the machine
 
 #: Instruction sets that matter for kernels, by their names in /proc/cpuinfo (x86, then Arm).
 INSTRUCTION_SETS = (
-    "sse4_2",
-    "avx",
-    "f16c",
-    "fma",
-    "avx2",
-    "avx_vnni",
-    "avx512f",
-    "avx512bw",
-    "avx512dq",
-    "avx512vl",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_tile",
-    "amx_int8",
-    "amx_bf16",
-    "asimd",
-    "asimdhp",
-    "asimddp",
-    "i8mm",
-    "bf16",
-    "sve",
-    "sve2",
+    *("sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    *("avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
+    *("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2"),
 )
 _MACOS = {
     "asimd": "AdvSIMD",
@@ -133,8 +113,8 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="read all weights of MODEL: tensors that are missing, unexpected, of a wrong shape or not finite are "
-        "named, with exit code 2",
+        help="read all weights of MODEL and list tensors that are missing, unexpected, of a wrong shape or not "
+        "finite; the exit code is then 2",
     )
     parser.add_argument("--fields", action="store_true", help="print the fields of all requests over HTTP, and end")
     parser.add_argument("--metrics", action="store_true", help="print the series of /metrics with advice, and end")
@@ -144,7 +124,6 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Arguments) -> int:
-    """Prints the facts, as lines or as one JSON object."""
     if arguments.fields or arguments.metrics:
         from octavo.cli import reference
 
@@ -171,7 +150,7 @@ def run(arguments: Arguments) -> int:
 
 
 def machine_facts(options: EngineConfig) -> dict[str, Any]:
-    """Versions, processor, memory and its limits (bytes), devices, and the kernels that the engine would use."""
+    """Versions, processor, memory and its limits (bytes), devices, and the engine's kernels."""
     import psutil
 
     from octavo.kernels import load_kernels, num_gpus, resolve_device
@@ -197,33 +176,23 @@ def machine_facts(options: EngineConfig) -> dict[str, Any]:
             {"from": limit.source, "limit": limit.limit, "used": limit.used} for limit in memory_limits()
         ],
         "devices": ["cpu", *(f"cuda:{i}" for i in range(num_gpus()))],
-        "gpus": gpu_facts(),
-        "cuda": cuda_version(),
+        **_gpu_facts(),
         "gpu_driver": gpu_driver(),
         "triton": installed_version("triton"),
         "kernels": kernels.describe(),
-        "kernels_built_for": kernels_built_for(),
-        "amx": amx_state(),
+        **_compiled_kernels(),
         "cache": str(cache_dir()),
     }
 
 
-def kernels_built_for() -> dict[str, list[str]]:
-    """What the CPU kernels of floats and of integers were compiled for, best first; empty if they were not."""
+def _compiled_kernels() -> dict[str, Any]:
+    """Instruction sets of the compiled CPU kernels, best first, and whether they may use AMX tiles, or why not."""
     try:
-        names: Any = importlib.import_module("octavo._cpu").built_isas()
+        cpu: Any = importlib.import_module("octavo._cpu")
     except ImportError:
-        return {}
-    return {"floats": list(names.floats), "integers": list(names.integers)}
-
-
-def amx_state() -> str | None:
-    """Whether the CPU kernels may use the tiles of AMX, or why not; None if they are not compiled."""
-    try:
-        state: str = importlib.import_module("octavo._cpu").amx()
-    except ImportError:
-        return None
-    return state
+        return {"kernels_built_for": {}, "amx": None}
+    names = cpu.built_isas()
+    return {"kernels_built_for": {"floats": list(names.floats), "integers": list(names.integers)}, "amx": cpu.amx()}
 
 
 def installed_version(package: str) -> str | None:
@@ -235,26 +204,15 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def gpu_facts() -> list[dict[str, Any]]:
-    """Each GPU's name, memory (bytes), compute capability and multiprocessors."""
+def _gpu_facts() -> dict[str, Any]:
+    """Each GPU's name, memory (bytes), compute capability and multiprocessors; torch's version of CUDA."""
     from octavo.kernels import num_gpus
 
     if not num_gpus():
-        return []
-    from octavo.kernels.torch_backend import describe_gpus
+        return {"gpus": [], "cuda": None}
+    from octavo.kernels.torch_backend import cuda_version, describe_gpus
 
-    return describe_gpus()
-
-
-def cuda_version() -> str | None:
-    """That of torch; None where no GPU is seen."""
-    from octavo.kernels import num_gpus
-
-    if not num_gpus():
-        return None
-    from octavo.kernels.torch_backend import cuda_version
-
-    return cuda_version()
+    return {"gpus": describe_gpus(), "cuda": cuda_version()}
 
 
 def limit_facts() -> dict[str, Any]:
@@ -298,7 +256,6 @@ def _cpu_limit_facts() -> dict[str, Any]:
 
 
 def model_facts(options: EngineConfig) -> dict[str, Any]:
-    """Shape of the model, its folder, its parameters (of a token: active), bytes of a token in the KV cache."""
     from octavo.config.kv_spec import group_layers
     from octavo.core.model_config import model_tasks
     from octavo.loader.files import split_paths
@@ -334,7 +291,6 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
         "kv_bytes_per_token": kv_bytes_per_token(network),
-        # Layers with a window hold no more tokens than it has.
         "kv_groups": [
             {
                 "layers": len(group.layers),
@@ -347,7 +303,6 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
 
 
 def _quantization_facts(config: ModelConfig, gguf: Path | None) -> dict[str, Any]:
-    """The format of the weights on disk; of a GGUF file also how many tensors have which type."""
     if gguf is None:
         return {"quantization": None if config.quantization is None else config.quantization.name}
     from octavo.loader.gguf_file import GGUFFile
@@ -358,7 +313,7 @@ def _quantization_facts(config: ModelConfig, gguf: Path | None) -> dict[str, Any
 
 
 def _sampling_facts(options: EngineConfig, folder: Path, gguf: Path | None, tasks: Sequence[str]) -> dict[str, Any]:
-    """Of a model that generates: what a request without parameters is sampled with, and who says so."""
+    """A generative model's default sampling parameters, and their source."""
     if "generate" not in tasks:
         return {}
     from octavo.cli.chat import DEFAULTS
@@ -366,18 +321,18 @@ def _sampling_facts(options: EngineConfig, folder: Path, gguf: Path | None, task
 
     own, source = default_sampling(options.generation_config, folder), options.generation_config
     if not own:
-        named = f"the API; of octavo chat: {describe_sampling(DEFAULTS)}"
+        source = f"the API; of octavo chat: {describe_sampling(DEFAULTS)}"
     elif source != "auto":
-        named = str(Path(source) / "generation_config.json")
+        source = str(Path(source) / "generation_config.json")
     elif options.model in BUILTIN:
-        named = "the built-in model"
+        source = "the built-in model"
     else:
-        named = "generation_config.json" if gguf is None else "the GGUF file"
-    return {"sampling_defaults": sampling_in_effect(own), "sampling_source": named}
+        source = "generation_config.json" if gguf is None else "the GGUF file"
+    return {"sampling_defaults": sampling_in_effect(own), "sampling_source": source}
 
 
 def _pooling_facts(config: ModelConfig, tasks: Sequence[str]) -> dict[str, Any]:
-    """Of a model that is there for vectors or scores: how it makes them."""
+    """How a pooling model makes vectors or scores."""
     if config.head == "lm" and tasks[0] == "generate":
         return {}
     pooler = config.pooler
@@ -394,7 +349,7 @@ def _pooling_facts(config: ModelConfig, tasks: Sequence[str]) -> dict[str, Any]:
 
 
 def _image_facts(config: ModelConfig, folder: Path) -> dict[str, Any]:
-    """Of a model that sees images: most tokens of one, and what stands for it in a prompt."""
+    """The placeholder of an image in a vision model's prompts, and the most tokens of one."""
     if config.image_facts is None:
         return {}
     from octavo.images.processors import read_image_processor
@@ -409,7 +364,7 @@ def _image_facts(config: ModelConfig, folder: Path) -> dict[str, Any]:
 
 
 def check_facts(options: EngineConfig) -> dict[str, Any]:
-    """What is wrong with the weights of a model: how many were read, and each problem with the tensor's name."""
+    """The number of tensors read, and each problem with its tensor's name."""
     from octavo.loader.resolve import gguf_source, resolve_model
     from octavo.loader.weights import check_model
     from octavo.models.config_files import read_model_config
@@ -435,31 +390,31 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
     return lines
 
 
-#: Facts of several numbers.
+#: Facts of several numbers on one line.
 _IN_ONE_LINE = ("memory_bytes", "cores", "sampling_defaults", "tensor_types")
 
 
 def _values(name: str, label: str, value: Any) -> list[tuple[str, str]]:
-    """What a fact is called and its value as text, a line each."""
+    """(label, text) of each line of a fact."""
+    lines = []
     if name == "memory_limits":
-        return [
-            (
-                "memory limit",
-                f"{readable_size(limit['limit'])}, {readable_size(limit['used'])} used, by {limit['from']}",
-            )
-            for limit in value
-        ]
+        for limit in value:
+            text = f"{readable_size(limit['limit'])}, {readable_size(limit['used'])} used, by {limit['from']}"
+            lines.append(("memory limit", text))
+        return lines
     if name == "kv_groups":
-        return [("kv cache", _kept(group)) for group in value]
+        for group in value:
+            kept = "all tokens" if group["window"] is None else f"the last {group['window']} tokens"
+            size = readable_size(group["kv_bytes_per_token"])
+            lines.append(("kv cache", f"{group['layers']} layers keep {kept}, {size} each"))
+        return lines
     if value is None:
         text = "-"
     elif name == "memory_bytes":
         text = ", ".join(f"{readable_size(number)} {kind}" for kind, number in value.items())
     elif name == "sampling_defaults":
         text = describe_sampling(value)
-    elif name == "tensor_types":
-        text = ", ".join(f"{number} {kind}" for kind, number in value.items())
-    elif name == "cores":
+    elif name in ("cores", "tensor_types"):
         text = ", ".join(f"{number} {kind}" for kind, number in value.items() if number is not None)
     elif name.endswith("_bytes"):
         text = readable_size(value)
@@ -469,14 +424,8 @@ def _values(name: str, label: str, value: Any) -> list[tuple[str, str]]:
     return [(label, text)]
 
 
-def _kept(group: dict[str, Any]) -> str:
-    """What layers of a kind keep of the tokens."""
-    kept = "all tokens" if group["window"] is None else f"the last {group['window']} tokens"
-    return f"{group['layers']} layers keep {kept}, {readable_size(group['kv_bytes_per_token'])} each"
-
-
 def readable_size(number: float) -> str:
-    """A number of bytes in the unit that suits it."""
+    """A number of bytes, with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:
             return f"{number:.4g} {unit}"

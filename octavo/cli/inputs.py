@@ -1,4 +1,4 @@
-"""Prompts of ``octavo generate``: from arguments, a file of texts or JSON lines, or standard input."""
+"""Inputs of commands: prompts, texts and images from arguments, files or standard input; text for the terminal."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from octavo.images.processors import ProcessedImage
 
 
+# ---- prompts of ``octavo generate``
+
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "encoder_prompt", "messages")
 _BEAM_KEYS = ("beam_width", "length_penalty", "early_stopping")
 _SAMPLING_KEYS = tuple(name for name in SamplingParams.__struct_fields__ if name != "logits_processors")
-#: Of ``RequestOptions``: what scheduling policies look at.
+#: Fields of ``RequestOptions`` that scheduling policies use.
 _OPTION_KEYS = ("priority", "user", "ttft_target", "tpot_target")
 _LINE_KEYS = (*_PROMPT_KEYS, "decoder_prompt", *_OPTION_KEYS, *_SAMPLING_KEYS, *_BEAM_KEYS)
 
@@ -38,22 +40,21 @@ class Job:
     """One prompt to complete, or the error that prevents it."""
 
     index: int
-    #: Text or token ids, or both parts of the prompt of an encoder-decoder model; the line as given if it is invalid.
+    #: Text, token ids, or an encoder-decoder model's pair of prompts; the whole line if it is invalid.
     prompt: str | list[int] | dict[str, Any]
     params: SamplingParams | BeamSearchParams
-    #: A conversation in place of the prompt, for the chat template.
+    #: A conversation for the chat template, in place of the prompt.
     messages: list[dict[str, Any]] | None = None
     error: str | None = None
     options: RequestOptions = DEFAULT_OPTIONS
-    #: Parameters of its own, from a JSON line.
+    #: Names of the parameters that its JSON line sets.
     own: frozenset[str] = frozenset()
-    #: As the engine takes it, once ``check`` has made its tokens.
+    #: The engine's prompt, made by ``check``.
     tokenized: Prompt = field(default_factory=list)
-    #: Images beside a text.
     images: list[ProcessedImage] = field(default_factory=list)
 
     def check(self, inputs: InputProcessor) -> None:
-        """Makes its tokens and checks it as the engine will; ``error`` is set if it cannot be served."""
+        """Tokenizes and checks the prompt as the engine will; sets ``error`` if it cannot be served."""
         if self.error is not None:
             return
         try:
@@ -64,16 +65,15 @@ class Job:
             if isinstance(prompt, dict) and "multi_modal_data" in prompt:
                 self.tokenized = cast("Prompt", prompt)
                 return
-            is_text = isinstance(prompt, str) and self.messages is None
             tokens: TokensPrompt = {"prompt_token_ids": token_ids}
-            if is_text:
-                tokens["prompt"] = str(prompt)
+            if isinstance(prompt, str) and self.messages is None:
+                tokens["prompt"] = prompt
             self.tokenized = tokens if inputs.encoder_prompts is None else prompt
         except (InvalidRequestError, TokenizerError) as e:
             self.error = str(e)
 
     def _as_prompt(self, inputs: InputProcessor) -> Prompt:
-        """What is asked, with the images in their places: in a chat, or in a text without places, before it."""
+        """The prompt with its images: at the placeholders of a text, else before the text."""
         from octavo.engine.image_prompts import chat_prompt
 
         parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in self.images]
@@ -94,13 +94,8 @@ class Job:
         text = self.prompt if place in self.prompt else place * len(parts) + self.prompt
         return {"prompt": text, "multi_modal_data": {"image": self.images}}
 
-    @property
-    def has_one_answer(self) -> bool:
-        """Whether there is one completion, whose text may grow."""
-        return isinstance(self.params, SamplingParams) and self.params.num_sequences == 1
-
     def take_defaults(self, defaults: Mapping[str, Any]) -> None:
-        """Takes the model's defaults for the parameters that it has not of its own."""
+        """Takes the model's defaults for the parameters that the JSON line does not set."""
         fields = defaults_beside(self.own, defaults)
         if fields and self.error is None and isinstance(self.params, SamplingParams):
             try:
@@ -122,9 +117,9 @@ def read_jobs(
     Args:
         words: prompts from the command line.
         file: path of more prompts, ``-`` for standard input; without words and file, standard input if it is piped.
-        sampling: parameters for all, with a ``beam_width`` those of a beam search; a JSON line may give its own.
+        sampling: parameters, those of a beam search if there is a ``beam_width``; a JSON line overrides them.
         as_chat: texts are questions of a conversation.
-        options: of all; a JSON line may give its own.
+        options: a JSON line overrides them.
     """
     params = _make_params(sampling)
     if file is None and not words and not sys.stdin.isatty():
@@ -156,7 +151,6 @@ def _read_lines(file: str) -> list[str]:
 
 
 def _looks_like_json_lines(lines: Iterable[str]) -> bool:
-    """Whether the first line is an object with a prompt in it."""
     try:
         first = json.loads(next(iter(lines), ""))
     except ValueError:
@@ -165,7 +159,6 @@ def _looks_like_json_lines(lines: Iterable[str]) -> bool:
 
 
 def _make_params(values: Mapping[str, Any]) -> SamplingParams | BeamSearchParams:
-    """Parameters of a beam search if there is a ``beam_width``, else of sampling."""
     beam_width, fields = values.get("beam_width"), BeamSearchParams.__struct_fields__
     for name in values:
         if beam_width is not None and name not in fields:
@@ -203,7 +196,7 @@ def _from_json(example: Job, line: str, index: int, as_chat: bool, sampling: Map
 
 
 def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:
-    """Key and value of the prompt, and the sampling parameters and options, of a JSON line."""
+    """(key of the prompt, its value, sampling parameters and options) of a JSON line."""
     try:
         content = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError) as e:
@@ -225,12 +218,12 @@ def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:
     return keys[0], value, {k: v for k, v in content.items() if k not in _PROMPT_KEYS}
 
 
-# Texts of ``octavo embed`` and ``octavo rerank``, one after the other: from arguments, a file or standard input.
+# ---- texts of ``octavo embed`` and ``octavo rerank``
 
-#: Keys of a JSON line, and columns of a Parquet file, that hold the text, and what it is called.
+#: Keys of JSON lines and columns of Parquet files: the text, and its id.
 TEXT_KEYS = ("text", "prompt", "input")
 ID_KEYS = ("id", "_id", "custom_id")
-#: Rows of a Parquet file that are read at once.
+#: Rows of a Parquet file to read at once.
 _BATCH = 1024
 
 
@@ -238,27 +231,26 @@ _BATCH = 1024
 class TextRow:
     """One text, or the error that prevents it."""
 
-    #: Its number among all, from 0 on.
     index: int
     #: Text or token ids; empty if there is an error.
     text: str | list[int] = ""
-    #: What the file calls it; None: nothing.
+    #: The id in the file, None if it has none.
     id: Any = None
     error: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class TextSource:
-    """Where texts come from. They are read while they are needed, so that a file of any size can be."""
+    """Texts of a command. They are read as they are needed, so that a file can have any size."""
 
     words: list[str]
     #: A path, ``-`` for standard input, or None.
     file: str | None = None
-    #: The key or column that holds the text; None: that of ``TEXT_KEYS`` that is there.
+    #: The key or column of the text; None: one of ``TEXT_KEYS``.
     column: str | None = None
 
     def check(self) -> None:
-        """Refuses what cannot be read, before a model is loaded for it."""
+        """Refuses a file that cannot be read, before a model is loaded."""
         if self.file is None or self.file == "-":
             return
         if not Path(self.file).is_file():
@@ -267,7 +259,7 @@ class TextSource:
             require_pyarrow(self.file)
 
     def count(self) -> int | None:
-        """Texts in all; None where they come from standard input."""
+        """The number of texts; None for standard input."""
         if self.file == "-":
             return None
         if self.file is None:
@@ -279,19 +271,15 @@ class TextSource:
             return len(self.words) + sum(1 for line in stream if line.strip())
 
     def __iter__(self) -> Iterator[TextRow]:
-        """The texts in order; one that is wrong carries its error and does not affect the others."""
+        """The texts in order; an invalid one carries its error and does not affect the others."""
         yield from (TextRow(index, word) for index, word in enumerate(self.words))
         if self.file is not None:
             read = self._read_parquet if self._is_parquet else self._read_lines
             yield from read(self.file, len(self.words))
 
-    @property
-    def _is_parquet(self) -> bool:
-        return self.file is not None and self.file.endswith(".parquet")
-
-    @property
-    def _keys(self) -> tuple[str, ...]:
-        return TEXT_KEYS if self.column is None else (self.column,)
+    def __post_init__(self) -> None:
+        self._is_parquet = self.file is not None and self.file.endswith(".parquet")
+        self._keys = TEXT_KEYS if self.column is None else (self.column,)
 
     def _read_lines(self, file: str, start: int) -> Iterator[TextRow]:
         with _opened(file) as stream:
@@ -302,7 +290,7 @@ class TextSource:
             first = first.removeprefix(codecs.BOM_UTF8)
             is_json = file.endswith((".jsonl", ".ndjson")) or (not file.endswith(".txt") and _is_object(first))
             for index, line in enumerate(chain([first], lines), start):
-                yield self._from_json(index, line) if is_json else _rows_from_text(index, line)
+                yield self._from_json(index, line) if is_json else _from_line(index, line)
 
     def _from_json(self, index: int, line: bytes) -> TextRow:
         try:
@@ -323,14 +311,14 @@ class TextSource:
 
     def _read_parquet(self, file: str, start: int) -> Iterator[TextRow]:
         with _parquet(file) as source:
-            there = source.schema_arrow.names
-            keys = [key for key in self._keys if key in there]
+            columns = source.schema_arrow.names
+            keys = [key for key in self._keys if key in columns]
             if len(keys) != 1:
                 raise ConfigError(
-                    f"{file} must have one of the columns {', '.join(self._keys)}, and has {', '.join(there)}; "
+                    f"{file} must have one of the columns {', '.join(self._keys)}, and has {', '.join(columns)}; "
                     "--column names another"
                 )
-            column, name = keys[0], next((key for key in ID_KEYS if key in there), None)
+            column, name = keys[0], next((key for key in ID_KEYS if key in columns), None)
             for batch in source.iter_batches(_BATCH, columns=[column, *([name] if name else [])]):
                 texts = batch.column(column).to_pylist()
                 names = batch.column(name).to_pylist() if name else [None] * len(texts)
@@ -340,7 +328,6 @@ class TextSource:
 
 
 def require_pyarrow(file: str) -> None:
-    """Refuses a Parquet file where pyarrow is not installed."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as e:
@@ -349,14 +336,12 @@ def require_pyarrow(file: str) -> None:
 
 def _checked(index: int, key: str, value: Any, name: Any) -> TextRow:
     """The row of a text or of token ids."""
-    if isinstance(value, str):
-        return TextRow(index, value, name)
-    if isinstance(value, list) and value and all(isinstance(token, int) for token in value):
+    if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(i, int) for i in value)):
         return TextRow(index, value, name)
     return TextRow(index, id=name, error=f"{key} must be a text or a list of token ids, not {value!r}"[:200])
 
 
-def _rows_from_text(index: int, line: bytes) -> TextRow:
+def _from_line(index: int, line: bytes) -> TextRow:
     try:
         return TextRow(index, line.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as e:
@@ -364,7 +349,6 @@ def _rows_from_text(index: int, line: bytes) -> TextRow:
 
 
 def _is_object(line: bytes) -> bool:
-    """Whether a line is a JSON object with a text in it."""
     try:
         content = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -399,11 +383,11 @@ def _parquet(file: str) -> Iterator[Any]:
         yield source
 
 
-# Files of images that commands are given.
+# ---- images
 
 
 def check_image_files(paths: Sequence[str]) -> None:
-    """Refuses files that are not there, and images where Pillow is not installed, before a model is fetched."""
+    """Refuses missing files, and images if Pillow is not installed, before a model is downloaded."""
     if not paths:
         return
     for path in paths:
@@ -417,7 +401,7 @@ def check_image_files(paths: Sequence[str]) -> None:
 
 
 def read_images(inputs: InputProcessor, paths: Sequence[str]) -> list[ProcessedImage]:
-    """What a model makes of files."""
+    """Reads image files and runs the model's image processor on them."""
     prompts = inputs.image_prompts
     if prompts is None and paths:
         raise ConfigError(f"the model reads text alone: leave out the image {paths[0]}")
@@ -435,12 +419,11 @@ def read_images(inputs: InputProcessor, paths: Sequence[str]) -> list[ProcessedI
         raise ConfigError(str(e)) from None
 
 
-# Text for a terminal, and what kind of one there is.
+# ---- text for the terminal
 
-#: Characters that a terminal obeys or hides instead of showing them: C0 (but line feed and tab), DEL, C1, and those
-#: that change the direction of text or have no width, with which a line can be made to look like another. What has a
-#: picture in Unicode is shown as it; carriage returns are left out, as line feeds follow them.
-_SHOWN: dict[int, int | str | None] = {
+#: Replacements of characters that a terminal obeys or hides: C0 (but line feed and tab), DEL, C1, and characters that
+#: change the direction of text or have no width, which can make a line look like another. Carriage returns are dropped.
+_PRINTABLE: dict[int, int | str | None] = {
     **{code: 0x2400 + code for code in range(0x20) if code not in (0x09, 0x0A)},
     0x0D: None,
     0x7F: 0x2421,
@@ -450,17 +433,17 @@ _SHOWN: dict[int, int | str | None] = {
 
 
 def printable(text: str) -> str:
-    """A text without characters that a terminal would obey: they are shown, as in ``␛[2J``, or left out."""
-    return text.translate(_SHOWN)
+    """The text with visible characters in place of those that a terminal obeys, as in ``␛[2J``."""
+    return text.translate(_PRINTABLE)
 
 
 def for_output(text: str) -> str:
-    """What is written of a text to standard output: to a file or a pipe exactly it, to a terminal what is printable."""
+    """The text for standard output: ``printable`` for a terminal, unchanged for a file or pipe."""
     return printable(text) if sys.stdout.isatty() else text
 
 
 def notice(text: str) -> None:
-    """Says something that is no answer, on standard error."""
+    """Prints a message on standard error."""
     print(printable(text), file=sys.stderr)
 
 

@@ -23,16 +23,16 @@ from octavo.core.errors import (
     did_you_mean,
 )
 
-#: Exit codes as of shells, for a program ended by a closed pipe or Ctrl-C.
+#: A shell's exit codes for a closed pipe and Ctrl-C.
 EXIT_BROKEN_PIPE = 141
 EXIT_INTERRUPTED = 130
 
-#: Errors of the call, the configuration or the checkpoint, which the same call will meet again: ``EXIT_USAGE``.
+#: Errors of the call, the configuration or the checkpoint: ``EXIT_USAGE``.
 WRONG_INPUT = (ConfigError, ModelNotFoundError, UnsupportedModelError, WeightError, TokenizerError)
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-#: Command -> its line in the help.
+#: Command -> help.
 COMMANDS = {
     "generate": "complete prompts, all of them as one batch",
     "chat": "talk with a model in the terminal",
@@ -52,13 +52,13 @@ COMMANDS = {
     "info": "show facts about this machine, this installation and a model",
 }
 
-#: Commands of other programs -> the words of the same command here; ``run`` and ``help`` are in ``_dispatch``.
+#: Commands of other programs -> Octavo's; ``run`` and ``help`` are in ``_dispatch``.
 OTHER_COMMANDS = {"show": ["info"], "ls": ["list"], "remove": ["rm"], "run-batch": ["batch", "run"]}
 
-#: Commands whose module has another name, and has them in its ``COMMANDS``.
+#: Commands in the ``COMMANDS`` of a module with another name.
 _MODULES = {"pull": "models", "list": "models", "rm": "models", "rerank": "embed"}
 
-#: Commands of the lab, which is above this room: its modules are known by name only.
+#: Commands in ``octavo.lab.commands``.
 LAB_COMMANDS = ("simulate", "bench")
 
 EXAMPLE = """\
@@ -75,7 +75,7 @@ configuration or the checkpoint is wrong.
 
 
 def load_command(name: str) -> Any:
-    """What has ``make_parser()``, ``run(arguments)`` and perhaps ``main(argv)`` of a command: its module, or a part."""
+    """The module or ``Command`` with the functions ``make_parser()``, ``run(arguments)`` and perhaps ``main(argv)``."""
     module = _MODULES.get(name)
     if module is not None:
         return importlib.import_module(f"octavo.cli.{module}").COMMANDS[name]
@@ -83,7 +83,7 @@ def load_command(name: str) -> Any:
 
 
 def make_parser() -> Parser:
-    """The top-level parser: knows the names of the commands but not their options."""
+    """The top-level parser, without the commands' options."""
     lines = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
     parser = Parser(
         prog="octavo",
@@ -98,13 +98,18 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns 0 for success, 1 for a failure, 2 for a wrong call, configuration or checkpoint."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    _never_fail_to_print()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # never fails to print a character
     try:
         _set_up_logging()
-        code = _run(argv)
+        try:
+            code = _dispatch(argv)
+        except SystemExit as e:  # raised by argparse after --help and after errors
+            code = e.code if isinstance(e.code, int) else 0
         sys.stdout.flush()  # here, where a broken pipe can still be handled
     except BrokenPipeError:
-        # The reader is gone (octavo ... | head): the interpreter must not flush into the pipe at exit.
+        # The reader has ended (octavo ... | head): the interpreter must not flush into the pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
@@ -127,13 +132,6 @@ def _report(error: OctavoError) -> int:
     return EXIT_USAGE if isinstance(error, WRONG_INPUT) else EXIT_FAILED
 
 
-def _run(argv: list[str]) -> int:
-    try:
-        return _dispatch(argv)
-    except SystemExit as e:  # raised by argparse after --help and after errors
-        return e.code if isinstance(e.code, int) else 0
-
-
 def _dispatch(argv: list[str]) -> int:
     if not argv:
         make_parser().print_help(sys.stderr)
@@ -148,20 +146,16 @@ def _dispatch(argv: list[str]) -> int:
         parser = make_parser()
         if name.startswith("-"):
             parser.read(argv)  # exits for --help, --version and unknown flags
-        parser.error(f"unknown command {name!r}; {_command_hint(name)}")
+        from octavo.loader.builtin import BUILTIN
+
+        hint = did_you_mean(name, COMMANDS)
+        if name in BUILTIN or name.endswith(".gguf") or os.path.exists(name):
+            hint = f"a command comes before the model, as in octavo run {name}"
+        parser.error(f"unknown command {name!r}; {hint}")
     command = load_command(name)
-    if hasattr(command, "main"):  # begins something before it reads its flags
+    if hasattr(command, "main"):  # starts a process before it reads its flags
         return int(command.main(argv[1:]))
     return int(command.run(command.make_parser().read(argv[1:])))
-
-
-def _command_hint(name: str) -> str:
-    """What may have been meant by a word that is no command: a command, or a model."""
-    from octavo.loader.builtin import BUILTIN
-
-    if name in BUILTIN or name.endswith(".gguf") or os.path.exists(name):
-        return f"a command comes before the model, as in octavo run {name}"
-    return did_you_mean(name, COMMANDS)
 
 
 def _help(words: list[str]) -> int:
@@ -174,7 +168,7 @@ def _help(words: list[str]) -> int:
 
 
 def _run_words(argv: list[str]) -> list[str]:
-    """What ``octavo run MODEL [PROMPT]`` of other programs is: a conversation, or the answer to one prompt."""
+    """Translates ``octavo run MODEL [PROMPT]`` of other programs: into chat, with a prompt into generate --chat."""
     from octavo.cli.chat import make_parser as chat_parser
     from octavo.cli.parsing import asks_for_help, own_flags
 
@@ -188,7 +182,7 @@ def _run_words(argv: list[str]) -> list[str]:
 
 
 def _set_up_logging() -> None:
-    """Sends messages of logger "octavo" to standard error, from level ``OCTAVO_LOG_LEVEL`` (default: info) on."""
+    """Logs to standard error, from level ``OCTAVO_LOG_LEVEL`` (default: info) on."""
     level = os.environ.get("OCTAVO_LOG_LEVEL") or "info"
     if level.lower() not in LOG_LEVELS:
         raise ConfigError(f"OCTAVO_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, not {level!r}")
@@ -198,10 +192,3 @@ def _set_up_logging() -> None:
     handler.setFormatter(logging.Formatter("octavo: %(levelname)s: %(message)s"))
     logger.handlers = [handler]
     logging.getLogger("octavo.startup").setLevel(logging.NOTSET)
-
-
-def _never_fail_to_print() -> None:
-    """Characters that the terminal cannot show are printed as escapes instead of raising."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""``octavo pull``, ``octavo list`` and ``octavo rm``: models are downloaded, listed and removed."""
+"""``octavo pull``, ``octavo list`` and ``octavo rm``: downloads, lists and removes models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def _pull_parser() -> Parser:
 
 
 def pull_model(arguments: Arguments) -> int:
-    """Downloads the model and prints its folder."""
     if len(arguments.words) != 1:
         raise ConfigError("octavo pull takes one NAME, as in: octavo pull smollm2-135m")
     from octavo.loader.resolve import resolve_model
@@ -56,7 +55,7 @@ examples:
   octavo list
   octavo list --json -
 
-The cache (OCTAVO_CACHE) holds built-in models and what was made of GGUF files. Models of the hub are in the cache of
+The cache (OCTAVO_CACHE) holds built-in models and converted GGUF files. Models of the hub are in the cache of
 huggingface_hub: 'hf cache ls' shows them.
 """
 
@@ -73,7 +72,6 @@ def _list_parser() -> Parser:
 
 
 def list_models(arguments: Arguments) -> int:
-    """Prints the models, as a table or as one JSON object."""
     refuse_words(arguments)
     models = cached_models()
     if arguments.json is not None:
@@ -90,12 +88,10 @@ def list_models(arguments: Arguments) -> int:
 
 
 def _is_base(model: CachedModel) -> bool:
-    """Whether it is a built-in one that continues texts and answers no questions."""
     return model.name in BUILTIN and BUILTIN[model.name].is_base
 
 
 def _as_json(model: CachedModel) -> dict[str, Any]:
-    """A model as ``--json`` shows it."""
     return {
         "name": model.name,
         "kind": model.kind,
@@ -111,8 +107,8 @@ examples:
   octavo rm smollm2-135m
   octavo rm smollm2-135m-float32-08666b006d51fc7d
 
-NAME is that of a model in 'octavo list', all of whose folders go, or of one folder. Only what is listed there can be
-removed; the GGUF files of your own that it was made of stay.
+NAME is a model of 'octavo list', with all its folders, or one folder. Only listed models can be removed; your own GGUF
+files that they were converted from stay.
 """
 
 
@@ -128,11 +124,11 @@ def _rm_parser() -> Parser:
 
 
 def remove_models(arguments: Arguments) -> int:
-    """Removes the models, if all are in the cache."""
+    """Removes the models if all are in the cache, else none."""
     if not arguments.words:
         raise ConfigError("octavo rm takes the NAME of a model, as in: octavo rm smollm2-135m")
     models = cached_models()
-    chosen = {model.folder: model for name in arguments.words for model in _called(name, models)}
+    chosen = {model.folder: model for name in arguments.words for model in _matches(name, models)}
     freed = sum(model.size for model in chosen.values())
     with json_output(arguments) as stream:
         for model in chosen.values():
@@ -146,8 +142,8 @@ def remove_models(arguments: Arguments) -> int:
     return 0
 
 
-def _called(name: str, models: list[CachedModel]) -> list[CachedModel]:
-    """The models of that name, or the one whose folder has it."""
+def _matches(name: str, models: list[CachedModel]) -> list[CachedModel]:
+    """The models of this name, or the model in the folder of this name."""
     matches = [model for model in models if name in (model.name, model.folder.name)]
     if not matches:
         names = list(dict.fromkeys(model.name for model in models))

@@ -7,16 +7,16 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 
-# Names that flags have in other engines: translated where a command has the flag, or answered with what to do.
+# ---- flags of other engines
 
-#: llama.cpp's, vLLM's and others' names -> flags here, of which a command's first is meant. Words of a command line are
-#: translated before they are parsed, and only whole words, so that a mistyped ``-max-tokens`` is not ``-m``.
+#: Flags of llama.cpp, vLLM and others -> Octavo's; the first one that the command has is meant. Only whole words are
+#: translated, so that a mistyped ``-max-tokens`` is not ``-m``.
 OTHER_FLAGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("-m", "-hf", "-hfr", "--hf-repo"), ("--model",)),
     "-p": ("--prompt", "--input-len"),  # of llama-bench: tokens of a prompt
@@ -36,14 +36,14 @@ OTHER_FLAGS: dict[str, tuple[str, ...]] = {
     "--ssl-certfile": ("--tls-cert",),
     "--ssl-keyfile": ("--tls-key",),
 }
-#: What a value of another engine's flag is here.
+#: Octavo's flag -> values of other engines' flags -> Octavo's values.
 _OTHER_VALUES: dict[str, Mapping[str, str]] = {
     "--max-tokens": {"-1": "none", "-2": "none"},
     "--max-model-len": {"0": "none"},
     "--seed": {"-1": "none"},
     "--num-threads": {"-1": "none"},
 }
-#: Flags of other engines that are none here, with what to do instead.
+#: Flags of other engines without a counterpart, and what to do instead.
 NO_COUNTERPART: dict[str, str] = {
     **dict.fromkeys(
         ("-ngl", "--gpu-layers", "--n-gpu-layers"), "a model is on one device as a whole: --device cpu, --device cuda"
@@ -62,19 +62,16 @@ NO_COUNTERPART: dict[str, str] = {
 }
 
 
-def own_flags(argv: Sequence[str], known: Collection[str]) -> list[str]:
-    """The words of a command line with flags of ``OTHER_FLAGS`` by the names in ``known``, the command's flags.
-
-    Words that the command knows itself, and those after ``--``, stay as they are.
-    """
+def own_flags(argv: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Translates ``OTHER_FLAGS`` in a command line to the command's ``flags``; words after ``--`` stay."""
     words: list[str] = []
     values: Mapping[str, str] = {}  # of the flag before
     for number, word in enumerate(argv):
         if word == "--":
             return [*words, *argv[number:]]
         name, equals, value = word.partition("=")
-        ours = next((flag for flag in OTHER_FLAGS.get(name, ()) if flag in known), None)
-        if name in known or ours is None:
+        ours = next((flag for flag in OTHER_FLAGS.get(name, ()) if flag in flags), None)
+        if name in flags or ours is None:
             words.append(values.get(word, word))
             values = {}
             continue
@@ -89,27 +86,27 @@ EXIT_USAGE = 2
 
 
 class Arguments(argparse.Namespace):
-    """Parsed arguments; ``words`` holds the positional arguments in order, ``command`` all words of the call."""
+    """Parsed arguments; ``words``: the positional arguments in order, ``command``: all words of the call."""
 
     words: list[str]
     command: list[str]
 
     def plain(self, *without: str) -> dict[str, Any]:
-        """The command's own flags with their values, defaults too; without these, and those of groups."""
+        """The command's own flags with values and defaults; without ``without``, and without groups."""
         left_out = {"words", "command", *without}
         return {key: value for key, value in vars(self).items() if ":" not in key and key not in left_out}
 
     def group(self, prefix: str) -> dict[str, Any]:
-        """The flags of a group that were given: those stored as ``prefix:name``, by name."""
+        """The flags of a group that are set (stored as ``prefix:name``), by name."""
         return {
             key.removeprefix(f"{prefix}:"): value for key, value in vars(self).items() if key.startswith(f"{prefix}:")
         }
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses abbreviated flags, suggests the nearest flag for an unknown one, and knows other engines'.
+    """argparse without abbreviations: suggests the nearest flag for an unknown one, and knows other engines' flags.
 
-    ``read`` collects positional words itself, as argparse does not let them be mixed freely with flags.
+    ``read`` collects positional words, which argparse does not let stand between flags.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -119,24 +116,24 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action=_Help, help="show this message and exit; 'all': every option")
         #: ``dest`` of each flag that only ``--help all`` shows.
         self.rare: set[str] = set()
-        #: Words that say what the command does, each with what makes a parser of its own, or None.
+        #: Subcommands, each with the function that makes its own parser, or None.
         self.kinds: dict[str, Callable[[], Parser] | None] = {}
 
     def read(self, argv: Sequence[str]) -> Arguments:
         """Parses; everything after ``--`` is a word. Exits with code 2 and one line if ``argv`` is wrong."""
-        argv = list(argv)
         argv = own_flags(argv, self._option_string_actions)
         cut = argv.index("--") if "--" in argv else len(argv)
         arguments, rest = self.parse_known_args(argv[:cut], Arguments())
         for word in rest:
-            if _is_flag(word):
+            # As argparse decides: a text with spaces, a lone hyphen and a negative number are words.
+            if re.fullmatch(r"-[^\s=]+(=.*)?", word, re.DOTALL) and not re.fullmatch(r"-\d*\.?\d+", word):
                 self.error(self._unknown(word.split("=")[0]))
         arguments.words = rest + argv[cut + 1 :]
         arguments.command = [*self.prog.split(), *argv]
         return arguments
 
     def format_help(self) -> str:
-        """The help without the flags of ``rare``, and how to see them."""
+        """The help without the ``rare`` flags, and the command that shows them."""
         hidden = [action for action in self._actions if action.dest in self.rare and action.help != argparse.SUPPRESS]
         texts = [action.help for action in hidden]
         for action in hidden:
@@ -162,7 +159,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """Shows the help: the flags that most people look for, or with the value ``all`` every flag."""
+    """Shows the help: the common flags, with the value ``all`` every flag."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs="?", default=argparse.SUPPRESS, help=help)
@@ -189,43 +186,34 @@ class Command(NamedTuple):
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """Whether a command line asks for the help of its command."""
     before = argv[: argv.index("--")] if "--" in argv else argv
     return any(word in ("-h", "--help") or word.startswith("--help=") for word in before)
 
 
-def _is_flag(word: str) -> bool:
-    # As argparse decides: a text with spaces, a lone hyphen and a negative number are words.
-    return re.fullmatch(r"-[^\s=]+(=.*)?", word, re.DOTALL) is not None and not re.fullmatch(r"-\d*\.?\d+", word)
-
-
 def refuse_words(arguments: Arguments, why: str = "") -> None:
-    """Refuses remaining words; ``why`` follows the word in the message."""
     if arguments.words:
         raise ConfigError(f"unexpected argument {arguments.words[0]!r}{why}")
 
 
 def add_json_flag(parser: Parser) -> None:
-    """Adds ``--json PATH|-``."""
     parser.add_argument("--json", metavar="PATH|-", help="write JSON to this file, or to standard output (-)")
 
 
 def add_report_flag(parser: Parser) -> None:
-    """Adds ``--report PATH``."""
     parser.add_argument(
         "--report", type=Path, metavar="HTML", help="tables and drawings as one file (needs the extra octavo[plot])"
     )
 
 
 def check_folder(path: Path | None, flag: str) -> None:
-    """Refuses a path whose folder does not exist, before a long run instead of after it."""
+    """Refuses a path whose folder does not exist, before a long run."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path}: there is no folder {path.absolute().parent}")
 
 
 @contextmanager
 def json_stream(target: str) -> Iterator[IO[str]]:
-    """The stream that ``--json`` names, open for writing."""
+    """The stream of ``--json``, open for writing."""
     if target == "-":
         yield sys.stdout
         return
@@ -237,24 +225,18 @@ def json_stream(target: str) -> Iterator[IO[str]]:
         yield stream
 
 
-@contextmanager
-def json_output(arguments: Arguments) -> Iterator[IO[str] | None]:
-    """The stream that ``--json`` names, None if it is not given; raises as ``json_stream``."""
-    if arguments.json is None:
-        yield None
-        return
-    with json_stream(arguments.json) as stream:
-        yield stream
+def json_output(arguments: Arguments) -> AbstractContextManager[IO[str] | None]:
+    """The stream of ``--json``, None without it."""
+    return nullcontext() if arguments.json is None else json_stream(arguments.json)
 
 
 def write_json(target: str, value: Any) -> None:
-    """Writes a value on a line to what ``--json`` names; raises as ``json_stream``."""
     with json_stream(target) as stream:
         write_line(stream, value)
 
 
 def write_line(stream: IO[str], value: Any) -> None:
-    """Writes a value as JSON on a line; of dataclasses objects, of infinity null."""
+    """Writes a value as a line of JSON: dataclasses as objects, infinity as null."""
     import msgspec
 
     stream.write(msgspec.json.encode(value).decode() + "\n")
@@ -263,7 +245,7 @@ def write_line(stream: IO[str], value: Any) -> None:
 
 @contextmanager
 def errors_of_the_call() -> Iterator[None]:
-    """Within it, what is wrong with a request is wrong with the call itself: a ``ConfigError`` with the same text."""
+    """Turns an ``InvalidRequestError`` into a ``ConfigError`` with the same text."""
     try:
         yield
     except InvalidRequestError as e:
@@ -271,7 +253,7 @@ def errors_of_the_call() -> Iterator[None]:
 
 
 def check_range(arguments: Arguments, *names: str, least: int = 1, most: int | None = None) -> None:
-    """Refuses flags, of those that are given, whose numbers are not in the range."""
+    """Refuses flags whose numbers are out of range; unset flags pass."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not (value >= least and (most is None or value <= most)):
@@ -280,7 +262,7 @@ def check_range(arguments: Arguments, *names: str, least: int = 1, most: int | N
 
 
 def check_positive(arguments: Arguments, *names: str) -> None:
-    """Refuses flags, of those that are given, whose numbers are not above 0 or beyond measure."""
+    """Refuses flags whose numbers are not between 0 and 1e9; unset flags pass."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < 1e9:

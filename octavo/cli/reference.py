@@ -1,4 +1,4 @@
-"""``octavo info --fields`` and ``--metrics``: reference made from the code that serves, as Markdown."""
+"""``octavo info --fields`` and ``--metrics``: reference pages in Markdown, made from the server's code."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ _ROUTES: dict[str, type[RequestModel]] = {
     "/infill": InfillRequest,
     "/tokenize": TokenizeRequest,
 }
-#: What a kind of metric appends to the names of its series.
+#: Kind of metric -> suffix of its series' names.
 SUFFIXES = {"counter": "_total"}
 
 
 def request_fields() -> str:
-    """Every field of every request over HTTP, and whether it is obeyed, a hint or refused."""
+    """Every field of every HTTP request: obeyed, a hint or refused."""
     lines = [FIELDS_HEAD]
     for route, model in _ROUTES.items():
         lines.append(f"\n## {route}\n\n| field | | |\n| --- | --- | --- |\n")
@@ -80,7 +80,7 @@ def request_fields() -> str:
 
 
 def metric_families() -> dict[str, tuple[str, str, list[str]]]:
-    """(kind, text, labels) by name without "octavo_", in the order in which ``/metrics`` serves them."""
+    """(kind, text, labels) by name without "octavo_", in the order of ``/metrics``."""
     registry = Metrics("").registry
     labels = {
         getattr(collector, "_name", ""): [
@@ -96,7 +96,6 @@ def metric_families() -> dict[str, tuple[str, str, list[str]]]:
 
 
 def metric_advice() -> dict[str, str]:
-    """When to look at a family of metrics, and what to do then."""
     path = Path(octavo.server.__file__).with_name("metric_advice.yml")
     advice: dict[str, str] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return advice
@@ -113,7 +112,7 @@ def metrics() -> str:
 
 
 def _rows(model: type[BaseModel], place: str = "") -> list[str]:
-    """A row for each field, those of its parts after it."""
+    """A row for each field, followed by the rows of its nested models."""
     rows = []
     for name, mark in marks_of(model).items():
         field = model.model_fields[name]
@@ -124,17 +123,17 @@ def _rows(model: type[BaseModel], place: str = "") -> list[str]:
             rows.append(_row(f"`{label}`", "refused" + mark.besides, mark.reason))
         else:
             rows.append(_row(f"`{label}`", "obeyed", field.description or ""))
-            for part in _parts(field.annotation):
+            for nested in _models(field.annotation):
                 is_list = "list" in str(field.annotation)
-                rows += _rows(part, f"{label}{'[]' * is_list}.")
+                rows += _rows(nested, f"{label}{'[]' * is_list}.")
     return rows
 
 
-def _parts(annotation: Any) -> list[type[RequestModel]]:
-    """The models that a field's type is made of, each once."""
+def _models(annotation: Any) -> list[type[RequestModel]]:
+    """The request models in a field's type, each once."""
     if isinstance(annotation, type) and issubclass(annotation, RequestModel):
         return [annotation]
-    inner = [part for argument in typing.get_args(annotation) for part in _parts(argument)]
+    inner = [model for argument in typing.get_args(annotation) for model in _models(argument)]
     return list(dict.fromkeys(inner)) if isinstance(annotation, types.UnionType) or inner else []
 
 

@@ -15,27 +15,13 @@ if TYPE_CHECKING:
 
 PREFIX = "server"
 PROFILE_FLAG = "--profile-startup"
-#: Options that help shows; the others are in ``--help all``.
+#: Options in ``--help``; ``--help all`` shows the others too.
 COMMON_OPTIONS = frozenset(
-    (
-        "host",
-        "port",
-        "served_model_name",
-        "api_key",
-        "api_key_file",
-        "ui",
-        "tls_cert",
-        "tls_key",
-        "allowed_origins",
-        "max_queued_requests",
-        "request_timeout",
-        "log_level",
-        "log_requests",
-        "tool_call_parser",
-        "reasoning_parser",
-        "lora_modules",
-        "allow_image_urls",
-    )
+    {
+        *("host", "port", "served_model_name", "api_key", "api_key_file", "ui", "tls_cert", "tls_key"),
+        *("allowed_origins", "max_queued_requests", "request_timeout", "log_level", "log_requests"),
+        *("tool_call_parser", "reasoning_parser", "lora_modules", "allow_image_urls"),
+    }
 )
 
 EXAMPLE = """\
@@ -56,10 +42,10 @@ If the engine dies, open requests fail at once, /health answers 503, and the exi
 
 
 def main(argv: list[str]) -> int:
-    """Reads the flags and serves; the engine's process is started before that, so that both import at the same time."""
+    """Starts the engine's process, reads the flags and serves, so that both processes import at the same time."""
     before = signal.signal(signal.SIGTERM, _end_start)
-    gc.disable()  # imports make many objects that stay; a server that is ready collects by its own rules
-    # Otherwise the first model of pydantic reads the entry points of all packages that are installed.
+    gc.disable()  # imports make many lasting objects; the ready server collects by its own rules
+    # Otherwise pydantic's first model reads the entry points of all installed packages.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     if PROFILE_FLAG in argv:
         from octavo.process.startup import measure_imports
@@ -83,9 +69,9 @@ def main(argv: list[str]) -> int:
 
 
 def _end_start(number: int, frame: FrameType | None) -> None:
-    """Ends a server that is not ready at SIGTERM: the first process of a container has no default action for it.
+    """SIGTERM before the server is ready: exits at once, as the default action would, which PID 1 of a container lacks.
 
-    At once, as that would: nobody waits for a download. What was begun, the next start removes.
+    The next start removes an incomplete download.
     """
     os._exit(0)
 
@@ -101,7 +87,7 @@ def make_parser() -> Parser:
         epilog=EXAMPLE,
     )
     parser.add_argument(
-        PROFILE_FLAG, action="store_true", help="log where the time of the start goes, by process, once it is ready"
+        PROFILE_FLAG, action="store_true", help="log the phases of the start and their times, by process"
     )
     parser.rare.add("profile_startup")
     add_option_flags(parser, PREFIX, ServerOptions.model_fields, common=COMMON_OPTIONS)
@@ -110,10 +96,7 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Arguments, process: CoreProcess | None = None) -> int:
-    """Serves until a signal or the death of the engine; returns the exit code.
-
-    ``process``: the core's, if it was started ahead.
-    """
+    """Serves until a signal or the death of the engine; ``process``: the engine core's, if it was started ahead."""
     from octavo.cli.flags import read_engine_config, take_model
     from octavo.config.sources import resolve_server_options
     from octavo.process.startup import phase

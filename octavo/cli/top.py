@@ -6,7 +6,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -28,12 +28,12 @@ examples:
   OCTAVO_API_KEY=... octavo top https://models.example
   octavo top --once
 
-Ctrl-C ends it; the server does not notice more than a few milliseconds a second.
+Ctrl-C ends it. It costs the server a few milliseconds a second at most.
 """
 DEFAULT = "http://127.0.0.1:8000"
 KEY_VARIABLE = "OCTAVO_API_KEY"
-#: Seconds without anything from the server, after which it counts as lost.
-_PATIENCE = 15.0
+#: Seconds without data, after which the server counts as lost.
+_TIMEOUT = 15.0
 
 
 def make_parser() -> Parser:
@@ -51,7 +51,7 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Arguments) -> int:
-    """Shows views until Ctrl-C or the end of the server; 1 if it could not be reached, or was lost."""
+    """Shows the engine until Ctrl-C; returns 1 if the connection ends."""
     from rich.console import Console
     from rich.live import Live
 
@@ -63,39 +63,40 @@ def run(arguments: Arguments) -> int:
     key = arguments.api_key or os.environ.get(KEY_VARIABLE)
     console, history = Console(), StepHistory()
     live = not arguments.once and console.is_terminal
+    screen = Live(console=console, screen=True, auto_refresh=False) if live else None
     with suppress(KeyboardInterrupt), _events(url, key) as events:
-        if not live:
+        with screen or nullcontext():
             for event in events:
                 history.add(event)
-                if event.views:
+                if screen is not None:
+                    screen.update(render(event, history, console.width), refresh=True)
+                elif event.views:
                     console.print(render(event, history, console.width))
                     return 0
-            return _lost(url)
-        with Live(console=console, screen=True, auto_refresh=False) as screen:
-            for event in events:
-                history.add(event)
-                screen.update(render(event, history, console.width), refresh=True)
-        return _lost(url)
+        print(f"octavo: error: the server at {url} has ended the stream", file=sys.stderr)
+        return EXIT_FAILED
     return 0
-
-
-def _lost(url: str) -> int:
-    print(f"octavo: error: the server at {url} has ended the stream", file=sys.stderr)
-    return EXIT_FAILED
 
 
 @contextmanager
 def _events(url: str, key: str | None) -> Iterator[Iterator[EngineEvent]]:
     """The events of a server's engine."""
     import httpx
+    import msgspec
+
+    def events(response: httpx.Response) -> Iterator[EngineEvent]:
+        decoder = msgspec.json.Decoder(EngineEvent)
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                yield decoder.decode(line.removeprefix("data: "))
 
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        with httpx.stream("GET", f"{url}/engine/events", headers=headers, timeout=_PATIENCE) as response:
+        with httpx.stream("GET", f"{url}/engine/events", headers=headers, timeout=_TIMEOUT) as response:
             if response.status_code != 200:
                 response.read()
                 raise ConfigError(f"the server at {url} answered {response.status_code}: {_message(response)}")
-            yield _decoded(response)
+            yield events(response)
     except httpx.HTTPError as e:
         raise ConfigError(f"the server at {url} does not answer: {e or type(e).__name__}") from None
 
@@ -107,18 +108,7 @@ def _message(response: httpx.Response) -> str:
         return response.text[:200]
 
 
-def _decoded(response: httpx.Response) -> Iterator[EngineEvent]:
-    import msgspec
-
-    from octavo.core.stats import EngineEvent
-
-    decoder = msgspec.json.Decoder(EngineEvent)
-    for line in response.iter_lines():
-        if line.startswith("data: "):
-            yield decoder.decode(line.removeprefix("data: "))
-
-
-# An event of an engine as text for a terminal; needs ``rich``.
+# ---- an engine's state as text for the terminal
 
 _STYLES = {
     BlockState.FREE: "bright_black",
@@ -128,18 +118,18 @@ _STYLES = {
     BlockState.PINNED: "yellow",
 }
 _SPARKS = "▁▂▃▄▅▆▇█"
-#: Cells of the map, at most, in lines; groups, changes and adapters that are listed.
+#: Limits: lines of a block map; listed groups, changes and adapters.
 _MAP_LINES, _GROUPS, _CHANGES, _ADAPTERS = 6, 12, 6, 8
-#: Columns of a terminal that has room for whole ids; in others one has at most so many characters.
+#: Columns of a terminal with room for whole request ids, and characters of an id in a narrower one.
 _WIDE, _SHORT = 140, 20
 
 
 class StepHistory:
-    """The last steps and changes of each replica, over the events so far."""
+    """The last steps and changes of each replica."""
 
     def __init__(self) -> None:
         self.steps: dict[int, deque[StepRecord]] = {}
-        #: Each with the ids of the requests of its view.
+        #: Changes, each with the request ids of its view.
         self.changes: dict[int, deque[tuple[Change, dict[int, str]]]] = {}
 
     def add(self, event: EngineEvent) -> None:
@@ -153,24 +143,23 @@ class StepHistory:
 
 
 def render(event: EngineEvent, history: StepHistory, width: int) -> RenderableType:
-    """What a terminal of this many columns shows of an event."""
+    """An event as text for a terminal of ``width`` columns."""
     parts: list[RenderableType] = []
     if len(event.replicas) > 1 or any(row.status != "ready" for row in event.replicas):
         rows = ", ".join(f"{row.number} {row.status} ({row.open_requests} requests)" for row in event.replicas)
         parts.append(Text(f"engine cores: {rows}"))
     for view in event.views:
         steps = history.steps.get(view.replica, deque())
-        parts += [_headline(view, steps), *(_map(shown, width) for shown in view.blocks if _is_shown(shown))]
+        parts.append(_headline(view, steps))
+        for blocks in view.blocks:
+            if not blocks.on_host or blocks.counts[BlockState.FREE] < blocks.num_blocks:
+                parts.append(_map(blocks, width))
         parts += [_sparks("tokens ", [s.prefill_tokens + s.decode_tokens for s in steps], width)]
         parts += [_sparks("ms     ", [1e3 * s.seconds for s in steps], width), _queues(view, width)]
         parts += [Text(_adapters(view))] if view.adapters else []
         changes = history.changes.get(view.replica, ())
         parts += [Text(_words(change, ids, width), style="dim") for change, ids in changes]
     return Group(*(parts or [Text("no engine core answers")]))
-
-
-def _is_shown(shown: BlockMap) -> bool:
-    return not shown.on_host or shown.counts[BlockState.FREE] < shown.num_blocks
 
 
 def _headline(view: EngineView, steps: deque[StepRecord]) -> Text:
@@ -193,7 +182,7 @@ def _headline(view: EngineView, steps: deque[StepRecord]) -> Text:
 
 
 def _rate(steps: deque[StepRecord], seconds: float = 5.0) -> float:
-    """Tokens of decodes a second in the last seconds of steps."""
+    """Decode tokens per second over the last steps."""
     last = [step for step in steps if step.at > steps[-1].at - seconds]
     if not last:
         return 0.0
@@ -202,8 +191,11 @@ def _rate(steps: deque[StepRecord], seconds: float = 5.0) -> float:
 
 
 def _map(shown: BlockMap, width: int) -> Text:
-    """A cell for so many blocks that the map fits: the state that most of them have."""
-    states = _states(shown)
+    """A map of cells, each of several blocks if needed: a cell shows its most frequent state."""
+    if shown.bins:
+        states = [BlockState(i) for counts in shown.bins for i, count in enumerate(counts) for _ in range(count)]
+    else:
+        states = [BlockState(run.state) for run in shown.runs for _ in range(run.count)]
     cells = max(1, width) * _MAP_LINES
     each = max(1, -(-len(states) // cells))
     where = "host" if shown.on_host else "device" if not shown.group else f"device, KV group {shown.group}"
@@ -216,12 +208,6 @@ def _map(shown: BlockMap, width: int) -> Text:
     return text
 
 
-def _states(shown: BlockMap) -> list[BlockState]:
-    if shown.bins:
-        return [BlockState(i) for counts in shown.bins for i, count in enumerate(counts) for _ in range(count)]
-    return [BlockState(run.state) for run in shown.runs for _ in range(run.count)]
-
-
 def _sparks(name: str, values: list[float] | list[int], width: int) -> Text:
     values = values[-max(1, width - len(name) - 14) :]
     most = max(values, default=0)
@@ -230,7 +216,7 @@ def _sparks(name: str, values: list[float] | list[int], width: int) -> Text:
 
 
 def _name(group_id: int, ids: dict[int, str], width: int) -> str:
-    """The id by which clients know a request, in short where the terminal is narrow; else the engine's number."""
+    """The request's id, shortened in a narrow terminal; without an id, the engine's number."""
     name = ids.get(group_id, str(group_id))
     return name if width >= _WIDE or len(name) <= _SHORT else f"{name[:13]}…{name[-6:]}"
 

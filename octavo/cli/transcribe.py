@@ -5,24 +5,21 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.cli.flags import add_engine_flags, add_verbose_flag, apply_verbosity, read_engine_config
 from octavo.cli.inputs import for_output
-from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, write_json
+from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, add_json_flag, errors_of_the_call, write_json
 from octavo.config.sources import configured_model
-from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.speech.segments import Transcription
     from octavo.speech.transcription import TranscriptionParams
 
-#: What is taken where nothing names a model.
 DEFAULT_MODEL = "whisper-tiny.en"
-#: ``--format`` -> ending of a file.
+#: ``--format`` -> file extension.
 ENDINGS = {"text": "txt", "srt": "srt", "vtt": "vtt", "json": "json", "verbose_json": "json"}
 
 EXAMPLE = """\
@@ -33,9 +30,9 @@ examples:
   octavo transcribe talk.mp3 --format verbose_json --word-timestamps
   octavo transcribe interview.flac --model ./whisper-small --language de --hotwords "Octavo, Whisper"
 
-Files are wav, flac, ogg or mp3 of any length and usual rate, of up to 64 channels. Several are computed together, each
-is written as soon as it has ended, and one that cannot be read fails alone: then the exit code is 1. Without --model,
-OCTAVO_MODEL or a configuration file the model is whisper-tiny.en, which knows English.
+Files are wav, flac, ogg or mp3 of any length and usual rate, of up to 64 channels. Several are computed together, and
+each text is written as soon as it is complete. If a file cannot be read, the exit code is 1. Without --model,
+OCTAVO_MODEL or a configuration file the model is whisper-tiny.en, which is for English.
 """
 
 
@@ -63,7 +60,6 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Arguments) -> int:
-    """Writes the texts; returns 1 if a recording failed."""
     apply_verbosity(arguments)
     paths = [Path(word) for word in arguments.words]
     targets = _targets(paths, arguments.output_dir, ENDINGS[arguments.format], arguments.format)
@@ -72,9 +68,17 @@ def run(arguments: Arguments) -> int:
     params = _params(arguments)
     from octavo.speech.audio_files import AudioLimits, import_soundfile
 
-    import_soundfile()  # without it nothing of a model need be fetched
-    failed = Counter[str]()
-    jobs = list(_readable(paths, targets, failed))
+    import_soundfile()  # fails before a model is downloaded
+    failed = 0
+    jobs = []
+    for path, target in zip(paths, targets, strict=True):
+        try:
+            path.open("rb").close()
+        except OSError as e:
+            print(f"octavo: error: {path} cannot be read: {e.strerror}", file=sys.stderr)
+            failed += 1
+        else:
+            jobs.append((path, target))
     if not jobs:
         return EXIT_FAILED
     if (folder := arguments.output_dir) is not None:
@@ -82,28 +86,25 @@ def run(arguments: Arguments) -> int:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise ConfigError(f"--output-dir {folder} cannot be made: {e.strerror}") from None
-    from octavo.engine.llm import TranscriptionCalls
+    from octavo.core.request import DEFAULT_OPTIONS
+    from octavo.engine.llm import TranscriptionBatch
     from octavo.engine.llm_engine import LLMEngine
     from octavo.engine.model_files import find_files
     from octavo.engine.transcription import check_hears
     from octavo.speech.transcription import FORMATS
 
-    class Engine(LLMEngine, TranscriptionCalls):
-        """One that takes recordings."""
-
     start = time.monotonic()
     files = find_files(config)
-    try:
+    with errors_of_the_call():
         check_hears(files.model_config, config.model)
-    except InvalidRequestError as e:
-        raise ConfigError(str(e)) from None
     limits = AudioLimits() if arguments.max_seconds is None else AudioLimits(max_seconds=arguments.max_seconds)
-    engine = Engine(files)
+    engine = LLMEngine(files)
     loaded, start = time.monotonic() - start, time.monotonic()
 
     def write(number: int, made: Transcription) -> None:
+        nonlocal failed
         if made.error is not None:
-            failed["recordings"] += 1
+            failed += 1
             print(f"octavo: error: {made.error}", file=sys.stderr)
             return
         text, (path, target) = FORMATS[arguments.format](made), jobs[number]
@@ -113,10 +114,11 @@ def run(arguments: Arguments) -> int:
             print(for_output(f"{path}: {text}" if len(paths) > 1 else text), end="", flush=True)
 
     shows_bar = sys.stderr.isatty() and (arguments.output_dir is not None or not sys.stdout.isatty())
-    made = engine.transcribe([path for path, _ in jobs], params, use_tqdm=shows_bar, limits=limits, on_end=write)
+    sources, options = [path for path, _ in jobs], [DEFAULT_OPTIONS] * len(jobs)
+    made = TranscriptionBatch(engine, sources, [params] * len(jobs), options, limits, write).run(shows_bar)
     seconds, audio = time.monotonic() - start, sum(each.duration for each in made)
     if arguments.json is not None:
-        figures = {"recordings": len(paths), "failed": failed["recordings"], "audio_seconds": audio}
+        figures = {"recordings": len(paths), "failed": failed, "audio_seconds": audio}
         write_json(arguments.json, {**figures, "seconds": seconds, "load_seconds": loaded})
     print(
         f"octavo: {audio:.0f} s of audio in {seconds:.2f} s: {audio / seconds:.1f} times as fast as it is spoken "
@@ -126,39 +128,23 @@ def run(arguments: Arguments) -> int:
     return EXIT_FAILED if failed else 0
 
 
-def _readable(
-    paths: list[Path], targets: list[Path | None], failed: Counter[str]
-) -> Iterator[tuple[Path, Path | None]]:
-    """The recordings that can be opened, with their targets; the others are reported, before a model is loaded."""
-    for path, target in zip(paths, targets, strict=True):
-        try:
-            path.open("rb").close()
-        except OSError as e:
-            print(f"octavo: error: {path} cannot be read: {e.strerror}", file=sys.stderr)
-            failed["recordings"] += 1
-        else:
-            yield path, target
-
-
 def _params(arguments: Arguments) -> TranscriptionParams:
     from octavo.speech.transcription import TranscriptionParams
 
     if arguments.word_timestamps and arguments.format != "verbose_json":
         raise ConfigError(f"--word-timestamps needs --format verbose_json: {arguments.format} has no times of words")
     names = ("language", "task", "prompt", "hotwords", "temperature", "word_timestamps")
-    try:
+    with errors_of_the_call():
         return TranscriptionParams(**{name: getattr(arguments, name) for name in names}, seed=arguments.speech_seed)
-    except InvalidRequestError as e:
-        raise ConfigError(str(e)) from None
 
 
-def _targets(paths: list[Path], folder: Path | None, ending: str, form: str) -> list[Path | None]:
+def _targets(paths: list[Path], folder: Path | None, ending: str, output_format: str) -> list[Path | None]:
     """The file to write for each recording; None: standard output."""
     if not paths:
         raise ConfigError("no recording given: octavo transcribe FILE ...")
     if folder is None:
-        if len(paths) > 1 and form != "text":
-            raise ConfigError(f"--format {form} of {len(paths)} recordings needs --output-dir FOLDER")
+        if len(paths) > 1 and output_format != "text":
+            raise ConfigError(f"--format {output_format} of {len(paths)} recordings needs --output-dir FOLDER")
         return [None] * len(paths)
     targets = [folder / f"{path.stem}.{ending}" for path in paths]
     for first, second in itertools.pairwise(sorted(targets)):

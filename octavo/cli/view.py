@@ -34,7 +34,6 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Arguments) -> int:
-    """Serves the page until Ctrl-C."""
     from octavo.core.stats import read_recording
 
     if len(arguments.words) != 1:
@@ -54,11 +53,8 @@ def run(arguments: Arguments) -> int:
 def make_server(recording: bytes, port: int = 0) -> ThreadingHTTPServer:
     """A server of the page over a recording, which listens on this machine only."""
 
-    class Handler(_Handler):
-        data = recording
-
     try:
-        return ThreadingHTTPServer((HOST, port), Handler)
+        return ThreadingHTTPServer((HOST, port), type("Handler", (_Handler,), {"data": recording}))
     except OSError as e:
         raise ConfigError(f"cannot listen on {HOST}:{port}: {e.strerror}") from None
 
@@ -74,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
         from octavo.server.page import HEADERS, answer, find_file, for_recordings
 
         path = self.path.partition("?")[0]
-        # A page of another address whose name was made to lead here must not read it.
+        # Against DNS rebinding: a page of another site must not read the recording.
         is_ours = self.headers.get("host", "").partition(":")[0] in (HOST, "localhost")
         file = find_file(path, wants_html=True) if is_ours else None
         if path == "/engine/recording" and is_ours:
@@ -95,4 +91,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are not logged."""
+        """Logs nothing."""

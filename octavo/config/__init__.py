@@ -1,1 +1,1 @@
-"""Options of engine and server and where they are read from. Read ``engine_config.py`` first."""
+"""Options of engine and server, and their sources. Read ``engine_config.py`` first."""

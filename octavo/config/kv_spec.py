@@ -1,4 +1,7 @@
-"""The KV cache of each layer of a network, and which layers share block tables."""
+"""KV cache specs of layers, groups of layers that share block tables, and the division of memory among groups.
+
+``KVSpec`` and ``LayerGroup`` are vLLM's ``KVCacheSpec`` and ``KVCacheGroupSpec``.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,12 @@ if TYPE_CHECKING:
     from octavo.config.engine_config import EngineConfig
 
 
-#: Bytes of a number of each type, scales left out; a GGUF file's numbers have 4 bits or more. The last ones are
-#: names of ``CheckpointQuantization``.
+#: Bytes of a number of each type, or ``CheckpointQuantization``, without scales; those of GGUF have 4 bits or more.
 NUMBER_BYTES = {
-    "float32": 4.0,
-    "bfloat16": 2.0,
-    "float16": 2.0,
-    "int8": 1.0,
-    "fp8": 1.0,
-    "int4": 0.5,
-    "gguf": 0.5,
-    "gptq-int4": 0.5,
-    "gptq-int8": 1.0,
-    "awq-int4": 0.5,
-    "compressed-tensors-int4": 0.5,
-    "compressed-tensors-int8": 1.0,
-}
-#: Bytes of a scale, of which int8 and fp8 caches have one for each head's key and one for its value.
+    "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5, "gguf": 0.5,
+    "gptq-int4": 0.5, "gptq-int8": 1.0, "awq-int4": 0.5, "compressed-tensors-int4": 0.5, "compressed-tensors-int8": 1.0,
+}  # fmt: skip
+#: Bytes of a scale; int8 and fp8 caches have one for each key and value of a head.
 _SCALE_BYTES = 4
 
 KVKind = Literal["full", "sliding", "cross", "latent", "none"]
@@ -37,43 +29,39 @@ KVKind = Literal["full", "sliding", "cross", "latent", "none"]
 class KVSpec:
     """The KV cache of one layer on one rank."""
 
-    #: Context that a token attends to: all before it, the last ``window`` tokens, an encoder's tokens, all before it in
-    #: one compressed vector (whose size is ``head_dim``), or nothing that is cached.
+    #: What a token attends to: all earlier tokens, the last ``window`` tokens, an encoder's output, all earlier tokens
+    #: as compressed vectors of ``head_dim`` numbers, or nothing cached.
     kind: KVKind
-    #: KV heads that this rank holds.
     num_kv_heads: int
     head_dim: int
-    #: Type of the numbers: float32, bfloat16, float16, int8 or fp8.
+    #: float32, bfloat16, float16, int8 or fp8.
     dtype: str
-    #: Tokens that a token of a "sliding" layer attends to, itself included.
+    #: Tokens that a token of a "sliding" layer attends to, including itself.
     window: int | None = None
 
     @property
     def vectors(self) -> int:
-        """Vectors of ``head_dim`` numbers that a token has for each head: a key and a value, or a latent one."""
+        """Vectors of a token for each head: a key and a value, or a latent one."""
         return {"none": 0, "latent": 1}.get(self.kind, 2)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token in this layer's cache: keys, values and scales, without padding."""
+        """Keys, values and scales, without padding."""
         scale = _SCALE_BYTES if self.dtype in ("int8", "fp8") else 0
         return int(self.vectors * self.num_kv_heads * (self.head_dim * NUMBER_BYTES[self.dtype] + scale))
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers of equal specs: they share block tables."""
+    """Layers with equal specs, which share block tables."""
 
     spec: KVSpec
-    #: Indices among the layers of this rank, ascending; none if they belong to other pipeline stages.
+    #: Ascending indices among the layers of this rank; empty if they are on other pipeline stages.
     layers: tuple[int, ...]
 
 
 def group_layers(specs: Sequence[KVSpec], stage: range | None = None) -> list[LayerGroup]:
-    """The groups of layers with these specs, in the order of their first layers.
-
-    ``stage``: those that this rank has, if it has not all. The groups are alike on every stage, with or without layers.
-    """
+    """The groups in the order of their first layers; ``stage``: layers of this rank. All ranks have the same groups."""
     groups: dict[KVSpec, list[int]] = {}
     stage = range(len(specs)) if stage is None else stage
     for layer, spec in enumerate(specs):
@@ -83,32 +71,27 @@ def group_layers(specs: Sequence[KVSpec], stage: range | None = None) -> list[La
     return [LayerGroup(spec, tuple(layers)) for spec, layers in groups.items()]
 
 
-# Groups of layers with equal KV entries: what sequences hold in each, and how a memory budget is split into them.
+# Blocks of groups.
 
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """The blocks of one KV group: layers with equal KV entries, which share block tables."""
-
     num_blocks: int
     num_host_blocks: int = 0
-    #: Sliding window in tokens, the token itself included; None: a token attends to all tokens before it.
+    #: Attention window in tokens; None: the whole context.
     window: int | None = None
-    #: Of one block in all layers; only ratios between the groups count.
+    #: Of a block in all layers; only ratios between groups count.
     block_bytes: int = 1
 
 
 def window_blocks(window: int, block_size: int) -> int:
-    """Blocks of a windowed group that one sequence holds at most, in addition to those of its chunk's tokens.
-
-    These are the blocks that a window overlaps, one more as a chunk may begin and end inside a block, and one for a
-    copy-on-write.
-    """
+    """Maximum blocks of a windowed group for a sequence, beside its chunk's."""
+    # Those that a window overlaps, one as a chunk may start and end inside a block, and one for copy-on-write.
     return -(-(window - 1) // block_size) + 3
 
 
 def max_window_seqs(num_blocks: int, window: int, block_size: int, max_num_batched_tokens: int) -> int:
-    """Sequences of any length for which a windowed group of ``num_blocks`` always suffices (0 or less: none)."""
+    """Number of sequences of any length for which a windowed group always has enough blocks (0 or less: none)."""
     return (num_blocks - -(-max_num_batched_tokens // block_size)) // window_blocks(window, block_size)
 
 
@@ -116,18 +99,16 @@ def max_window_seqs(num_blocks: int, window: int, block_size: int, max_num_batch
 class KVLayout:
     """The KV groups of one worker, and the load that they are sized for."""
 
-    #: For each group, bytes of one block in all its layers on this worker, perhaps none.
+    #: By group: bytes of a block in all its layers on this worker; may be 0.
     block_bytes: Sequence[int]
-    #: For each group, its attention window in tokens; None: all tokens are kept.
+    #: By group: attention window in tokens; None: the whole context.
     windows: Sequence[int | None]
     block_size: int
-    #: Sequences that run at once.
     max_num_seqs: int
     #: Tokens of all steps in flight.
     max_num_batched_tokens: int
-    #: Whether a prompt may be computed in chunks of any length.
     cuts_prompts: bool = True
-    #: Tokens of the shortest chunks in which every prompt can be computed.
+    #: Minimum chunk size in which every prompt can be computed.
     least_chunk: int = 1
 
     @classmethod
@@ -138,22 +119,15 @@ class KVLayout:
         max_num_batched_tokens: int,
         least_chunk: int = 1,
     ) -> KVLayout:
-        """The layout of groups, each given by the bytes of a block and its window, under an engine's options."""
+        """``groups``: bytes of a block, and window."""
         sizes, windows = [size for size, _ in groups], [window for _, window in groups]
-        return cls(
-            sizes,
-            windows,
-            options.block_size,
-            options.max_num_seqs,
-            max_num_batched_tokens,
-            cuts_prompts=options.cuts_prompts,
-            least_chunk=least_chunk,
-        )
+        load = options.max_num_seqs, max_num_batched_tokens, options.cuts_prompts, least_chunk
+        return cls(sizes, windows, options.block_size, *load)
 
     def held(self, num_tokens: int, chunk: int = 1) -> list[int]:
-        """Blocks of each group that one sequence of ``num_tokens`` tokens needs in order to be computed, alone.
+        """Blocks of each group that a single sequence of ``num_tokens`` tokens needs.
 
-        ``chunk``: blocks of a chunk of its prompt beside a window; those of all tokens in flight if prompts are whole.
+        ``chunk``: blocks of a prompt chunk beside a window; all tokens in flight if prompts are computed whole.
         """
         whole = -(-num_tokens // self.block_size)
         least = self._chunk if not self.cuts_prompts else -(-self.least_chunk // self.block_size)
@@ -169,7 +143,7 @@ class KVLayout:
         return -(-self.max_num_batched_tokens // self.block_size)
 
     def full_length_seqs(self, blocks: Sequence[int], max_model_len: int) -> int:
-        """Sequences of ``max_model_len`` tokens that so many blocks of each group hold at once."""
+        """Number of concurrent sequences of ``max_model_len`` tokens for these blocks of each group."""
         whole = -(-max_model_len // self.block_size)
         counts = [self.max_num_seqs]
         for count, window in zip(blocks, self.windows, strict=True):
@@ -180,34 +154,28 @@ class KVLayout:
         return min(counts)
 
     def size(self, blocks: Sequence[int]) -> int:
-        """Bytes of so many blocks of each group."""
         return sum(count * size for count, size in zip(blocks, self.block_bytes, strict=True))
 
     def longest(self, num_bytes: int, max_model_len: int) -> int:
-        """Tokens of the longest sequence, of at most ``max_model_len``, for which ``num_bytes`` suffice."""
+        """Maximum length of a sequence, up to ``max_model_len``, that fits ``num_bytes``."""
         if self.size(self.held(max_model_len)) <= num_bytes:
             return max_model_len
         low, high = 0, -(-max_model_len // self.block_size)
-        while low < high - 1:  # so many blocks are enough for low, not for high
+        while low < high - 1:  # low blocks fit, high ones do not
             middle = (low + high) // 2
             low, high = (middle, high) if self.size(self.held(middle * self.block_size)) <= num_bytes else (low, middle)
         return low * self.block_size
 
     def split(self, num_bytes: int, max_model_len: int, *, limited: bool = True) -> list[int]:
-        """Blocks of each group in ``num_bytes``; see ``longest`` for those that ``max_model_len`` needs.
+        """Blocks of each group that fit ``num_bytes``.
 
-        Every group gets what one sequence of ``max_model_len`` needs, in long chunks if possible. How the rest is best
-        divided depends on the lengths that come: short sequences hold as many blocks in every group, long ones more in
-        those that keep more. The ratio taken is the one for which the two extremes, sequences within the smallest
-        window and sequences of ``max_model_len``, lose the same share of those that could run at once. A windowed group
-        gets no more than ``max_num_seqs`` sequences can use, and the others divide what it leaves; if ``limited``, so
-        does every group.
-
-        Returns:
-            Blocks of each group; together they take at most ``num_bytes``.
+        Every group gets what one sequence of ``max_model_len`` needs, in long chunks if possible. The rest is divided
+        so that the shortest sequences, which hold equal blocks in every group, and the longest lose the same share of
+        their maximum concurrency. A windowed group (with ``limited``, any group) gets no more than ``max_num_seqs``
+        sequences can use; the others divide its rest.
         """
         size, seqs, whole = self.block_size, self.max_num_seqs, -(-max_model_len // self.block_size)
-        # One sequence of full length, without its chunk.
+        # Of one sequence with full length, without its chunk.
         lengths = [whole if w is None else min(whole, window_blocks(w, size)) for w in self.windows]
         most = max(lengths)
         useful = [
@@ -226,11 +194,11 @@ class KVLayout:
         return [count + more for count, more in zip(counts, extra, strict=True)]
 
     def _weights(self, lengths: list[int]) -> list[Fraction]:
-        """The ratio of the groups' blocks that ``split`` aims at.
+        """The ratio of the groups' blocks for ``split``.
 
-        With u bytes for a block of the groups that keep most, w for one of the others, which keep 1 / R as many, the
-        groups that keep most get r times the blocks. Of short sequences there are then (u + w) / (u r + w) of those
-        that fit at best, of long ones r (u R + w) / ((u r + w) R): equal for r = (u + w) R / (u R + w).
+        u, w: bytes of a block of the groups that keep most, and of the others, which keep 1 / R as many blocks; r:
+        ratio of their blocks. Relative concurrency of short sequences is (u + w) / (u r + w), of long ones
+        r (u R + w) / ((u r + w) R): equal for r = (u + w) R / (u R + w).
         """
         most, total = max(lengths), sum(self.block_bytes)
         if not most or not total:
@@ -242,12 +210,10 @@ class KVLayout:
 def _divide(
     num_bytes: int, block_bytes: Sequence[int], weights: Sequence[Fraction], limits: dict[int, int]
 ) -> list[int]:
-    """Divides bytes into numbers of blocks in the ratio of ``weights``, but no more than ``limits`` by group."""
     limited = {group: limit for group, limit in limits.items() if not block_bytes[group]}
-    while True:  # each group that is limited raises the share of the others, perhaps above another group's limit
+    while True:  # a limited group raises the share of the others, perhaps above their limits
         left = num_bytes - sum(count * block_bytes[group] for group, count in limited.items())
-        rest = [group for group in range(len(block_bytes)) if group not in limited]
-        if not rest:
+        if not (rest := [group for group in range(len(block_bytes)) if group not in limited]):
             return [limited[group] for group in range(len(block_bytes))]
         share = max(left, 0) / sum((block_bytes[group] * weights[group] for group in rest), Fraction(0))
         above = {group: limits[group] for group in rest if group in limits and limits[group] < share * weights[group]}

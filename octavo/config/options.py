@@ -1,4 +1,4 @@
-"""The parts of the engine's options: a room takes the type of its part alone."""
+"""Options of the engine, one class for each group, so that a room can take the type of its group alone."""
 
 from __future__ import annotations
 
@@ -22,23 +22,17 @@ from pydantic import (
 from octavo.core.errors import ConfigError, did_you_mean
 from octavo.core.request import DEFAULT_IMAGE_CACHE
 
-# The base of the parts of the engine's options, and options that are mappings.
+# Base class, and options that are mappings.
 
 
 class OptionPart(BaseModel):
-    """A part: unknown names are refused, and nothing changes after it is made."""
+    """A group of options: unknown names are refused, and instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), defer_build=True)
 
 
 def read_mapping(value: Any, example: str) -> Any:
-    """The fields that an option gives, as a mapping or as one in JSON or YAML; without those that are None.
-
-    Anything else that ``OptionPart`` or None is comes back as it is.
-
-    Raises:
-        ValueError: it is no mapping.
-    """
+    """An option as a mapping, also from JSON or YAML, without fields that are None; raises ValueError."""
     if isinstance(value, str):
         import yaml  # rarely needed
 
@@ -54,11 +48,7 @@ def read_mapping(value: Any, example: str) -> Any:
 
 
 def make_part(kind: type[OptionPart], fields: Mapping[str, Any]) -> OptionPart:
-    """The part with these fields.
-
-    Raises:
-        ValueError: a field is unknown or wrong, with its name, its value and what would be right.
-    """
+    """Raises ValueError, with name and value, if a field is unknown or invalid."""
     names = list(kind.model_fields)
     for name in fields:
         if name not in names:
@@ -66,38 +56,36 @@ def make_part(kind: type[OptionPart], fields: Mapping[str, Any]) -> OptionPart:
     try:
         return kind(**fields)
     except ValidationError as e:
-        raise ValueError("; ".join(readable(dict(error)) for error in e.errors())) from None
+        raise ValueError("; ".join(error_text(dict(error)) for error in e.errors())) from None
 
 
-def readable(error: dict[str, Any]) -> str:
-    """An error of pydantic in words: the field, what is wrong, and its value."""
+def error_text(error: dict[str, Any]) -> str:
+    """An error of pydantic as a sentence: field, problem, value."""
     where = ".".join(str(part) for part in error["loc"])
     message = str(error["msg"]).removeprefix("Value error, ")
     return f"{where}: {message}, not {error['input']!r}" if where else message
 
 
-#: Default of ``max_logprobs``, and the most that kernels on a GPU name.
+#: Default of ``max_logprobs``, and its maximum on a GPU.
 MAX_LOGPROBS, MAX_LOGPROBS_ON_GPU = 100, 128
 
 
 def _numbers(value: Any) -> Any:
-    """The numbers of a text such as "1,2,4"; anything else as it is."""
     return [int(part) for part in value.split(",")] if isinstance(value, str) else value
 
 
-#: Least seconds that the first step may take: on a GPU it compiles kernels.
+#: Minimum timeout of the first step, in seconds: on a GPU it compiles kernels.
 FIRST_STEP_TIMEOUT = 900.0
 
-#: A list of positive integers; in flags and variables with commas between.
+#: Positive integers; in flags and variables separated by commas.
 Sizes = Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_numbers), Field(min_length=1)]
 
-#: When graphs are captured, or the batch sizes that have one.
+#: When CUDA graphs are captured, or for which batch sizes.
 GraphCapture = Annotated[
     Annotated[Literal["lazy", "start"], Tag("when")] | Annotated[Sizes, Tag("sizes")],
     Discriminator(lambda value: "when" if value in ("lazy", "start") else "sizes"),
 ]
 
-#: How matrices are quantised as they are loaded.
 Quantization = Literal["auto", "none", "int8", "int4", "fp8", "gguf", "gptq", "awq", "compressed-tensors"]
 
 
@@ -105,78 +93,71 @@ def _one_or_more(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _overrides(value: Any) -> Any:
-    return read_mapping(value, '{"max_position_embeddings": 65536}') or None
-
-
 class ModelOptions(OptionPart):
-    """The network, its weights and its tokenizer."""
+    """The model, its weights and its tokenizer."""
 
     model: str = Field(
         description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a hub id (owner/name)."
     )
     task: Literal["auto", "generate", "embed", "classify", "score"] = Field(
         "auto",
-        description="What the model is for, where its files do not say it: text (generate), vectors (embed), class "
-        "scores (classify), or how well texts fit (score: of a language model that answers yes or no). auto: all that "
-        "its network has a head for.",
+        description="What the model is used for: text (generate), vectors (embed), class scores (classify), or the "
+        "fit of two texts (score; a language model answers yes or no). auto: every task of the network's head.",
     )
-    tokenizer: str | None = Field(None, description="Folder with a tokenizer, if not the model's own.")
+    tokenizer: str | None = Field(None, description="Folder of a tokenizer to use instead of the model's own.")
     skip_tokenizer_init: bool = Field(
         False,
-        description="Load no tokenizer: prompts are token ids and so are answers, whose text stays empty; text, chat, "
-        "stop strings and bad words are refused. Clients of the server find the ids among the logprobs (logprobs: 0).",
+        description="Load no tokenizer. Prompts and answers are token ids; text, chat, stop strings and bad words are "
+        "refused. HTTP clients find the ids among the logprobs (logprobs: 0).",
     )
     chat_template: str | None = Field(
-        None,
-        description="File of a chat template (jinja) for conversations, in place of the model's own.",
+        None, description="File of a Jinja chat template to use instead of the model's own."
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Type of weights and activations; auto: as the checkpoint, on the CPU float16 as bfloat16, and "
-        "GGUF as bfloat16. float16 is for GPUs. half and float are other names of float16 and float32.",
+        description="Type of weights and activations. auto: the checkpoint's, but bfloat16 for GGUF files and instead "
+        "of float16 on the CPU. half and float mean float16, which needs a GPU, and float32.",
     )
     quantization: Quantization = Field(
         "auto",
-        description="Quantise the matrices as they are loaded (int8, int4; fp8 on GPUs), compute with those of a GGUF "
-        "file in the file's own bits (gguf, on CPUs; types of 2, 3, 5 and 6 bits widened to 8), or in dtype (none). "
-        "auto: on a CPU gguf for a .gguf file, and the integers of a GPTQ, AWQ or compressed-tensors checkpoint as "
-        "they are; else none, so that quantised checkpoints are dequantised; the built-in models are served in dtype. "
-        "gptq, awq and compressed-tensors mean auto for such a checkpoint.",
+        description="int8, int4 (and fp8 on GPUs) quantise the matrices at load time. gguf computes with the "
+        "quantised values of a GGUF file (on CPUs; 2, 3, 5 and 6 bits are widened to 8). none computes in dtype. auto "
+        "means, on a CPU, gguf for a GGUF file and the stored integers of a GPTQ, AWQ or compressed-tensors "
+        "checkpoint, else none. gptq, awq and compressed-tensors mean auto for such a checkpoint.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
-        "auto",
-        description="Where the weights come from: the checkpoint (auto, safetensors), or nowhere: random numbers of "
-        "the right shapes (dummy), for measurements with a config.json alone.",
+        "auto", description="Weights from the checkpoint (auto, safetensors), or random ones for measurements (dummy)."
     )
-    hf_overrides: Annotated[dict[str, Any] | None, BeforeValidator(_overrides)] = Field(
+    hf_overrides: Annotated[
+        dict[str, Any] | None,
+        BeforeValidator(lambda value: read_mapping(value, '{"max_position_embeddings": 65536}') or None),
+    ] = Field(
         None,
-        description="Values in place of those of config.json, as JSON; objects are merged. So a context is stretched: "
+        description="Values that replace those of config.json, as JSON; objects are merged. To extend a context: "
         '{"max_position_embeddings": 65536, "rope_parameters": {"rope_type": "yarn", "factor": 8.0, '
         '"original_max_position_embeddings": 8192}}.',
     )
     max_model_len: int | None = Field(
-        None, ge=1, description="Longest prompt plus output, in tokens; default: the model's own context length."
+        None, ge=1, description="Maximum tokens of prompt and output together. Default: the model's context length."
     )
     max_logprobs: int | None = Field(
-        None,
-        ge=-1,
-        description="Number of most likely tokens at each position whose logprobs a request may ask for; -1: the whole "
-        f"vocabulary (on a GPU at most {MAX_LOGPROBS_ON_GPU}); default: {MAX_LOGPROBS}, over HTTP 20.",
-    )
+        None, ge=-1,
+        description="Maximum logprobs that a request may ask for at each position; -1: the whole vocabulary (on a GPU "
+        f"at most {MAX_LOGPROBS_ON_GPU}). Default: {MAX_LOGPROBS}, over HTTP 20.",
+    )  # fmt: skip
     logits_processors: Annotated[list[str] | None, BeforeValidator(_one_or_more)] = Field(
         None,
-        description="Logits processors of one's own (module:Class, a LogitsProcessorPlugin); requests ask for them by "
-        "their arguments, in extra_args (over HTTP vllm_xargs).",
+        description="Custom logits processors (module:Class, derived from LogitsProcessorPlugin). Requests activate "
+        "them by their arguments in extra_args (over HTTP vllm_xargs).",
     )
     generation_config: str = Field(
         "auto",
-        description="Where defaults of sampling parameters come from that a request leaves out: generation_config.json "
-        "of the model, the sampling keys of its GGUF file, or of a built-in model those of its authors (auto); "
-        "generation_config.json of this folder; or nowhere (none, in vLLM's words vllm).",
+        description="Source of default sampling parameters. auto: the model's generation_config.json, the keys of its "
+        "GGUF file, or the authors' values for a built-in model. A folder: its generation_config.json. none (or "
+        "vllm): no defaults.",
     )
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seeds the requests that bring no seed of their own.")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="Seed for requests without a seed of their own.")
 
     @field_validator("quantization", mode="before")
     @classmethod
@@ -191,71 +172,54 @@ class ModelOptions(OptionPart):
 
 
 class CacheOptions(OptionPart):
-    """The KV cache: its blocks on the device and on the host, and prefix caching."""
+    """The KV cache and the prefix cache."""
 
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = Field(
         "auto",
-        description="Type of the KV cache; auto: as dtype; int8 and fp8 (e4m3, GPUs only) halve bfloat16's bytes, with "
-        "a scale for each token and head.",
+        description="Type of the KV cache; auto: as dtype. int8 and fp8 (e4m3, GPUs only) take half the bytes of "
+        "bfloat16, with a scale for each token and head.",
     )
-    block_size: int = Field(16, ge=1, le=1024, description="Tokens that a KV cache block holds.")
+    block_size: int = Field(16, ge=1, le=1024, description="Tokens in a KV cache block.")
     gpu_memory_utilization: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="On a GPU: the share of its memory that the engine may take in all, for weights, the largest step "
-        "and the KV cache (default 0.9). On a CPU: the share of the memory that is free after the weights are loaded, "
-        "for the KV cache alone (default 0.5).",
-    )
+        None, gt=0, le=1,
+        description="On a GPU: share of its memory for weights, activations and KV cache together (default 0.9). On a "
+        "CPU: share of the memory that is free after loading the weights, for the KV cache alone (default 0.5).",
+    )  # fmt: skip
     kv_cache_memory_bytes: ByteSize | None = Field(
-        None,
-        ge=1,
-        description="Memory for the KV cache of each worker, in bytes or with a unit (4GiB, 900MB), instead of a share "
-        "of the free memory (gpu_memory_utilization).",
+        None, ge=1, description="KV cache of each worker, in bytes or as 4GiB, instead of gpu_memory_utilization."
     )
     num_gpu_blocks_override: int | None = Field(
-        None,
-        ge=1,
-        description="Number of KV cache blocks, instead of the number that the free memory gives; refused if they do "
-        "not fit.",
+        None, ge=1, description="Number of KV cache blocks, instead of what fits. Refused if they do not fit."
     )
     swap_space: float | None = Field(
-        None,
-        ge=0,
-        allow_inf_nan=False,
-        description="Host memory for the KV cache blocks of preempted requests, in GiB, divided among the workers of a "
-        "machine; default: 4, or a tenth of the free memory if that is less, and on a GPU no more blocks than its KV "
-        "cache has unless host_prefix_cache uses them; none if no option moves blocks there. On a CPU it is left out "
-        "of what the KV cache gets.",
-    )
+        None, ge=0, allow_inf_nan=False,
+        description="Host memory in GiB for KV cache blocks of preempted requests, divided among the workers of a "
+        "machine. Default: 4, or a tenth of the free memory if that is less; on a GPU at most as many blocks as its KV "
+        "cache has, unless host_prefix_cache is on; 0 if no option moves blocks to the host. On a CPU the KV "
+        "cache gets that much less.",
+    )  # fmt: skip
     num_host_blocks_override: int | None = Field(
-        None,
-        ge=0,
-        description="Number of host blocks for preempted requests, instead of what swap_space gives; refused if they "
-        "do not fit.",
+        None, ge=0, description="Number of host blocks, instead of swap_space. Refused if they do not fit."
     )
     watermark: float = Field(
-        0.01,
-        ge=0,
-        lt=1,
-        description="Share of all blocks kept free when a waiting request is admitted, so that running ones can grow.",
+        0.01, ge=0, lt=1, description="Share of blocks kept free at admission, so that running requests can grow."
     )
     enable_prefix_caching: bool = Field(
-        True, description="Keep the blocks of ended requests for prompts that begin alike, until they are needed."
+        True, description="Keep blocks of finished requests for prompts with the same prefix, until they are needed."
     )
     host_prefix_cache: bool = Field(
-        False, description="Move cached blocks to free swap space instead of dropping them, and back when they are hit."
+        False, description="Move evicted prefix cache blocks to free swap space, and back when they are hit."
     )
     shared_prefix: Annotated[list[str] | None, BeforeValidator(_one_or_more)] = Field(
         None,
-        description="File of text that many prompts begin with, such as a system prompt as the chat template renders "
-        "it; several in a list, or by repeating the flag. Its KV cache blocks are computed at start and stay in "
-        "the prefix cache.",
+        description="File with the text of a prefix of many prompts, such as a system prompt as the chat template "
+        "renders it. Its blocks are computed at start and pinned in the prefix cache. Repeat the flag, or give a list, "
+        "for several.",
     )
 
     @property
     def has_swap_space(self) -> bool:
-        """Whether the options allow host blocks; how many there are depends on the memory."""
+        """Whether host blocks are allowed; their number depends on the memory."""
         if self.num_host_blocks_override is not None:
             return self.num_host_blocks_override > 0
         return self.swap_space is None or self.swap_space > 0
@@ -274,29 +238,26 @@ class CacheOptions(OptionPart):
 
 
 class AdapterOptions(OptionPart):
-    """Adapters of the model: fine-tunes that requests name, and that share its weights."""
+    """LoRA and prompt adapters, which requests name and which share the model's weights."""
 
-    enable_lora: bool = Field(False, description="Serve LoRA adapters beside the model itself.")
-    max_loras: int = Field(8, ge=1, le=4096, description="LoRA adapters on the device at once, and so in one step.")
-    max_lora_rank: int = Field(16, ge=1, le=256, description="Largest rank of a LoRA adapter.")
+    enable_lora: bool = Field(False, description="Serve LoRA adapters beside the base model.")
+    max_loras: int = Field(8, ge=1, le=4096, description="Maximum LoRA adapters on the device, and so in one step.")
+    max_lora_rank: int = Field(16, ge=1, le=256, description="Maximum rank of a LoRA adapter.")
     max_cpu_loras: int | None = Field(
-        None,
-        ge=1,
-        le=65536,
-        description="LoRA adapters in host memory, those on the device included; default: four times max_loras.",
+        None, ge=1, le=65536, description="Maximum LoRA adapters in host and device memory. Default: 4 x max_loras."
     )
     enable_prompt_adapter: bool = Field(False, description="Serve adapters of prompt tuning and prefix tuning.")
-    max_prompt_adapters: int = Field(8, ge=1, le=4096, description="Prompt adapters in memory at once.")
-    max_prompt_adapter_token: int = Field(128, ge=1, le=65536, description="Most virtual tokens of a prompt adapter.")
+    max_prompt_adapters: int = Field(8, ge=1, le=4096, description="Maximum prompt adapters in memory.")
+    max_prompt_adapter_token: int = Field(128, ge=1, le=65536, description="Maximum virtual tokens of an adapter.")
 
     @property
     def num_virtual_tokens(self) -> int:
-        """Virtual tokens of all prompt adapters in memory."""
+        """Maximum virtual tokens of all prompt adapters in memory."""
         return self.max_prompt_adapters * self.max_prompt_adapter_token if self.enable_prompt_adapter else 0
 
     @property
     def num_host_loras(self) -> int:
-        """LoRA adapters in host memory, those on the device included."""
+        """Maximum LoRA adapters in host memory, including those on the device."""
         return 4 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     @model_validator(mode="after")
@@ -310,45 +271,39 @@ class AdapterOptions(OptionPart):
 
 
 class DeviceOptions(OptionPart):
-    """Where the model is computed, and by which kernels."""
+    """The device and its kernels."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where the model runs; auto: on a CUDA GPU if there is one."
+        "auto", description="Device that runs the model; auto: a CUDA GPU if there is one."
     )
     kernels: Literal["auto", "cpu", "triton", "reference"] = Field(
-        "auto", description="Kernel backend; auto takes the fastest that the device can run."
+        "auto", description="Kernel backend; auto: the fastest one for the device."
     )
     deterministic: bool = Field(
         False,
-        description="On a GPU: products and attention in one fixed order, so that a request's tokens and logprobs are "
-        "bit for bit the same in any batch, at some cost in speed. On a CPU they always are.",
+        description="On a GPU: batch-invariant results, at some cost in speed: the same tokens and logprobs, bit for "
+        "bit, whatever else runs. On a CPU results always are.",
     )
-    enforce_eager: bool = Field(False, description="On a GPU: launch every kernel anew, without captured CUDA graphs.")
+    enforce_eager: bool = Field(False, description="On a GPU: launch every kernel without CUDA graphs.")
     graph_capture: GraphCapture = Field(
         "lazy",
-        description="On a GPU: which decode batch sizes have a CUDA graph, each for the batches up to it, and when it "
-        "is captured. lazy: 1, 2, 4, then every 8th and further apart up to max_num_seqs, when one is first met; "
-        "start: all of these at start; 1,2,4,8: these sizes, when one is first met, and larger batches run without.",
+        description="On a GPU: batch sizes of decode steps with a CUDA graph, and when to capture it. lazy: 1, 2, 4, "
+        "then every 8th and wider steps up to max_num_seqs, each when first needed. start: the same at start. "
+        "1,2,4,8: these sizes when first needed; larger batches run without a graph.",
     )
     time_kernels: bool = Field(
-        False, description="Time every kernel call, so that a step's share of time outside kernels is known."
+        False, description="Time every kernel call, to know the share of a step outside kernels."
     )
     num_threads: int | None = Field(
-        None,
-        ge=1,
-        le=1024,
-        description="CPU threads that compute, divided among the workers of a machine; default: all cores.",
+        None, ge=1, le=1024, description="CPU threads, divided among a machine's workers. Default: all cores."
     )
     log_stats_interval: float | None = Field(
-        None,
-        ge=0,
-        allow_inf_nan=False,
-        description="Seconds between two status lines in the log (logger octavo, level info) while the engine is busy: "
-        "requests, tokens a second, KV cache, prefix hits; 0: none. Default: none, but 5 for octavo serve.",
-    )
+        None, ge=0, allow_inf_nan=False,
+        description="Seconds between status lines in the log (logger octavo, level info) while the engine is busy: "
+        "requests, tokens per second, KV cache, prefix hits; 0: none. Default: none; 5 for octavo serve.",
+    )  # fmt: skip
     pin_threads: bool = Field(
-        False,
-        description="Keep each CPU thread that computes on a core of its own; for machines with nothing else to do.",
+        False, description="Pin each computing CPU thread to a core of its own, on machines that do nothing else."
     )
 
     @field_validator("graph_capture", mode="before")
@@ -358,81 +313,65 @@ class DeviceOptions(OptionPart):
 
     @property
     def graph_sizes(self) -> list[int] | None:
-        """The batch sizes that ``graph_capture`` names, if it does."""
         return self.graph_capture if isinstance(self.graph_capture, list) else None
 
 
 class ParallelOptions(OptionPart):
-    """How many workers share the network, and what runs them."""
+    """How many workers share the model, and where they run."""
 
     tensor_parallel_size: int = Field(
-        1, ge=1, le=1024, description="Workers that divide the matrices and heads of every layer among them."
+        1, ge=1, le=1024, description="Workers that share the matrices and heads of each layer."
     )
     pipeline_parallel_size: int = Field(
-        1, ge=1, le=1024, description="Stages of workers that divide the layers among them, one after the other."
+        1, ge=1, le=1024, description="Pipeline stages, each with a part of the layers."
     )
     pipeline_layer_partition: list[int] | None = Field(
-        None, description="Layers of each pipeline stage, such as [8, 8, 14]; default: divided evenly."
+        None, description="Layers of each pipeline stage, such as [8, 8, 14]. Default: divided evenly."
     )
     distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = Field(
         None,
-        description="What runs the workers: this process (uni), processes of this machine (mp), actors on a Ray "
-        "cluster (ray), or a launcher such as torchrun that has started a process for each (external_launcher). "
-        "Default: uni for one worker, mp for as many as this machine has devices for, else ray.",
+        description="Where workers run: in this process (uni), in processes of this machine (mp), as Ray actors (ray), "
+        "or in processes of a launcher such as torchrun (external_launcher). Default: uni for one worker, mp for as "
+        "many as this machine has devices, else ray.",
     )
 
     data_parallel_size: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="Replicas of the engine behind one server, each with workers and a KV cache of its own. They "
-        "divide the machine's threads and memory.",
+        1, ge=1, le=1024, description="Replicas of the engine behind one server; they share threads and memory."
     )
     data_parallel_routing: Literal["prefix", "least_loaded", "round_robin"] = Field(
         "prefix",
-        description="Which replica gets a request: the one that probably has its prefix cached, unless it has many "
-        "more tokens to compute (prefix), the one with the fewest tokens to compute (least_loaded), or the next.",
+        description="Choice of a replica for a request. prefix: the one that probably caches its prefix, unless it has "
+        "many more tokens to compute. least_loaded: the one with the fewest tokens to compute. round_robin: the next.",
     )
     engine_restarts: int = Field(
-        3,
-        ge=0,
-        le=1_000_000,
-        description="How often within ten minutes an engine core that has died or hangs is started again, of each "
-        "replica; its requests go on with the same bits. Then, or with 0, the engine ends when its last core has died.",
-    )
+        3, ge=0, le=1_000_000,
+        description="Maximum restarts of each replica's engine core within ten minutes after it died or hung; its "
+        "requests continue with the same bits. Beyond that, or with 0, the engine ends with its last core.",
+    )  # fmt: skip
     standby_engines: int = Field(
-        0,
-        ge=0,
-        le=64,
-        description="Engine cores kept loaded in reserve, that take the place of one that has died at once; each takes "
-        "the memory of one.",
+        0, ge=0, le=64, description="Loaded engine cores in reserve for one that dies; each takes an engine's memory."
     )
     step_timeout: float = Field(
-        300.0,
-        gt=0,
-        description="Seconds without a step, while requests are open, after which an engine's process, or workers in "
-        f"processes of their own, are taken to hang and ended; the first step may take {FIRST_STEP_TIMEOUT:g}. On "
-        "Linux the time in which they were ready to run while other processes had the processors does not count. "
-        "A step that fills the token budget of a model of 7 billion parameters takes two minutes on a few "
-        "processor cores.",
-    )
+        300.0, gt=0,
+        description="Seconds without a step, while requests are open, after which an engine process or worker process "
+        f"counts as hanging and is killed; {FIRST_STEP_TIMEOUT:g} for the first step. On Linux, time spent waiting for "
+        "a processor does not count. A step with the full token budget of a 7B model takes two minutes on a few cores.",
+    )  # fmt: skip
     check_plans: bool = Field(
         True,
-        description="With external_launcher: compare the plans of all processes before every step, so that one that "
-        "got other requests ends the engine with an error, not in a collective that never ends.",
+        description="With external_launcher: compare the plans of all processes before every step. If one got other "
+        "requests, the engine ends with an error instead of a collective that never ends.",
     )
     check_ranks: int | None = Field(
-        None,
-        ge=0,
-        le=1 << 20,
-        description="With tensor_parallel_size above 1: every so many steps compare what the workers have sampled "
-        "since; if that differs the engine ends with an error that names ranks and steps. 0: never. Default: every "
-        "step, but with external_launcher only together with check_plans.",
-    )
+        None, ge=0, le=1 << 20,
+        description="With tensor_parallel_size above 1: steps between comparisons of the workers' sampled tokens; a "
+        "difference ends the engine with an error that names ranks and steps. 0: never. Default: 1; with "
+        "external_launcher 0 unless check_plans is on.",
+    )  # fmt: skip
 
     @property
     def rank_check_interval(self) -> int:
-        """Steps between two comparisons of what tensor-parallel ranks sample; 0: they are not compared."""
+        """Steps between comparisons of the tokens that tensor-parallel ranks sample; 0: never."""
         if self.tensor_parallel_size == 1:
             return 0
         if self.check_ranks is not None:
@@ -441,7 +380,6 @@ class ParallelOptions(OptionPart):
 
     @property
     def world_size(self) -> int:
-        """Workers of one engine core."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @model_validator(mode="after")
@@ -460,133 +398,116 @@ class ParallelOptions(OptionPart):
         return self
 
 
-# The options of the scheduler.
+# The scheduler.
 
 #: Defaults of ``max_num_batched_tokens``: in general, and on a CPU with batching=mixed.
 TOKEN_BUDGET, CPU_TOKEN_BUDGET = 2048, 512
-#: That of encoders on a CPU: products of more rows are not faster, and a step is what a new text waits for.
+#: For encoders on a CPU: larger products are not faster, and a new text waits for the step.
 ENCODER_TOKEN_BUDGET = 1024
 
 
 def _shares(value: Any) -> Any:
-    """The mapping of a text such as "alice=2,bob=0.5"; anything else as it is."""
-    if not isinstance(value, str):
-        return value
-    return dict(part.rpartition("=")[::2] for part in value.split(","))
+    return dict(part.rpartition("=")[::2] for part in value.split(",")) if isinstance(value, str) else value
 
 
-#: Positive numbers by name; in flags and variables ``name=number`` with commas between.
+#: Positive numbers by name; in flags and variables ``name=number``, separated by commas.
 Weights = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], BeforeValidator(_shares)]
 
 
 class SchedulerOptions(OptionPart):
-    """How a step is filled, in which order requests run, and which are preempted."""
+    """How steps are filled, the order of requests, and preemption."""
 
     max_num_seqs: int = Field(
-        256,
-        ge=1,
-        description="Most sequences that run at once; by default no more than a max_num_batched_tokens that is given.",
+        256, ge=1, description="Maximum concurrent sequences. A lower max_num_batched_tokens lowers the default."
     )
     max_num_batched_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Token budget: most tokens computed in one step, prompts and decodes together. Default: "
-        f"{TOKEN_BUDGET}; {CPU_TOKEN_BUDGET} on a CPU with batching=mixed, {ENCODER_TOKEN_BUDGET} of encoders; where "
-        "prompts are computed whole, the context length if that is more; never less than max_num_seqs. A text that is "
-        "longer is computed by an encoder in a step of its own.",
-    )
+        None, ge=1,
+        description="Token budget: maximum tokens computed in a step, prefill and decode together. Default: "
+        f"{TOKEN_BUDGET}; {CPU_TOKEN_BUDGET} on a CPU with batching=mixed; {ENCODER_TOKEN_BUDGET} for encoders on a "
+        "CPU; at least max_num_seqs, and the context length if prompts are computed whole. An encoder computes a "
+        "longer text in a step of its own.",
+    )  # fmt: skip
     max_num_encoder_input_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Of encoder-decoder models: most tokens of encoders' inputs that are computed in one step, beside "
-        "its other tokens, so that long inputs do not stall decodes. An input is computed whole; one that is longer "
-        "has no other beside it. Default: max_num_batched_tokens.",
-    )
+        None, ge=1,
+        description="Maximum encoder input tokens in a step of an encoder-decoder model, beside its other tokens, so "
+        "that long inputs do not delay decodes. An input is computed whole; a longer one alone. Default: "
+        "max_num_batched_tokens.",
+    )  # fmt: skip
     batching: Literal["mixed", "prefill_first"] = Field(
         "mixed",
-        description="How a step is filled. mixed: decodes first, then prompt chunks, under one token budget; "
-        "prefill_first: whole prompts in steps of their own, which go before decodes.",
+        description="How steps are filled. mixed: decodes first, then prompt chunks, under one token budget. "
+        "prefill_first: whole prompts in steps of their own, before decodes.",
     )
     enable_chunked_prefill: bool = Field(
-        True, description="Split prompts over steps to fill the token budget; off: a prompt is computed in one step."
+        True, description="Split prompts over steps to fill the token budget. Off: a prompt takes one step."
     )
     scheduling_policy: str = Field(
         "fcfs",
         description="Order of admission, preemption and return: fcfs (arrival), static (the request's priority, lower "
         "first), sjf (smallest max_tokens), ldf (most tokens of prompt and output), lcfs (latest arrival), srpt "
-        "(fewest remaining tokens, as predicted from finished requests), fair (the user with the least service), "
-        "deadline (the next token due, of those that can be in time), mlfq (least service received, in queues), or "
-        "module:Class.",
+        "(fewest remaining tokens, predicted from finished requests), fair (user with the least service), deadline "
+        "(next deadline that can be met), mlfq (least service, in queues), or module:Class.",
     )
     user_weights: Weights | None = Field(
-        None,
-        description="With scheduling_policy fair: shares of users (the request's field user) as alice=2,bob=0.5; 1 for "
-        "those that are not named.",
+        None, description="With scheduling_policy fair: shares of users, as alice=2,bob=0.5; others have 1."
     )
     ttft_target: float | None = Field(
-        None,
-        gt=0,
-        description="With scheduling_policy deadline: seconds from its arrival in which a request that brings no "
-        "ttft_target of its own shall have its first token; default: no deadline.",
-    )
+        None, gt=0,
+        description="With scheduling_policy deadline: seconds from arrival to the first token, for requests without "
+        "a ttft_target of their own. Default: no deadline.",
+    )  # fmt: skip
     tpot_target: float | None = Field(
-        None,
-        gt=0,
-        description="With scheduling_policy deadline: seconds between tokens after the first, of a request that brings "
-        "no tpot_target of its own; default: no deadline.",
-    )
+        None, gt=0,
+        description="With scheduling_policy deadline: seconds between later tokens, for requests without a tpot_target "
+        "of their own. Default: no deadline.",
+    )  # fmt: skip
     aging_limit: float | None = Field(
-        60.0,
-        ge=0,
-        description="Seconds after which no later arrival goes before a request, whatever the policy; none: no limit.",
+        60.0, ge=0, description="Seconds after which no later arrival overtakes a request; none: no limit."
     )
     preemption_mode: Literal["auto", "recompute", "swap", "by_sequences"] = Field(
         "auto",
-        description="What becomes of the blocks of a preempted request: given up and computed again, or moved to host "
-        "memory and back. by_sequences: swap for several sequences, recompute for one; auto: swap for several, for one "
-        "whichever has been observed to cost less time.",
+        description="What happens to the blocks of a preempted request: recompute (drop and compute again) or swap "
+        "(move to host memory and back). by_sequences: swap for several sequences, recompute for one. auto: swap for "
+        "several, and for one whichever took less time so far.",
     )
     preemption_victim: Literal["last", "least_computed", "most_blocks"] = Field(
         "last",
-        description="Which request is preempted of those that the policy puts after the one that needs blocks: the "
-        "last of them, or the one with the fewest computed tokens, or with the most blocks.",
+        description="Which of the requests with lower priority than the one that needs blocks is preempted: the last "
+        "in the policy's order, the one with the fewest computed tokens, or the one with the most blocks.",
     )
     priority_preemption: bool = Field(
-        False, description="Let a waiting request preempt running ones of lower priority (scheduling_policy static)."
+        False, description="Let waiting requests preempt running ones of lower priority (scheduling_policy static)."
     )
     scheduler_delay_factor: float = Field(
-        0.0,
-        ge=0,
-        description="With batching=prefill_first: waiting prompts are admitted when the first that arrived has waited "
-        "this many times the last prompt step's time, so that more arrive meanwhile.",
-    )
+        0.0, ge=0,
+        description="With batching=prefill_first: admit waiting prompts only after the first of them has waited this "
+        "many times the duration of the last prompt step, so that more arrive.",
+    )  # fmt: skip
     max_num_partial_prefills: int | None = Field(
-        None, ge=1, description="Most prompts being computed at once; default: as many as the token budget takes."
+        None, ge=1, description="Maximum prompts in prefill at once. Default: as many as the token budget holds."
     )
     long_prefill_token_threshold: int = Field(
-        0,
-        ge=0,
-        description="Prompts of more tokens are long: short ones pass them, one is computed at once, and it gets at "
-        "most this many tokens a step. 0: none is.",
-    )
+        0, ge=0,
+        description="Prompts with more tokens are long: short ones overtake them, one is computed at a time, with at "
+        "most this many tokens a step. 0: off.",
+    )  # fmt: skip
     async_scheduling: bool | None = Field(
-        None,
-        description="Prepare the next step while the device computes this one; default: true on a GPU, else false.",
+        None, description="Plan the next step while the device computes this one. Default: true on a GPU, else false."
     )
 
     jump_forward: bool = Field(
         True,
-        description="With structured outputs: append tokens that a grammar forces without sampling them, and compute "
-        "them together, which changes no answer. Not done with async_scheduling.",
+        description="With structured outputs: append tokens that the grammar forces without sampling, and compute them "
+        "in one step. Answers do not change. Off with async_scheduling.",
     )
 
     def plans_ahead(self, device: str) -> bool:
-        """Whether ``async_scheduling`` is on, on a device of this kind ("cpu" or "cuda")."""
+        """Whether ``async_scheduling`` is on for a device ("cpu" or "cuda")."""
         return device != "cpu" if self.async_scheduling is None else self.async_scheduling
 
     @property
     def cuts_prompts(self) -> bool:
-        """Whether a prompt may be computed in chunks of any length."""
+        """Whether prompts may be computed in chunks of any length."""
         return self.enable_chunked_prefill and self.batching == "mixed"
 
     @property
@@ -601,8 +522,7 @@ class SchedulerOptions(OptionPart):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        budget = self.max_num_batched_tokens
-        if budget is not None and budget < self.max_num_seqs:
+        if (budget := self.max_num_batched_tokens) is not None and budget < self.max_num_seqs:
             if "max_num_seqs" in self.model_fields_set:
                 raise ValueError(
                     f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs}): each "
@@ -625,17 +545,15 @@ class SchedulerOptions(OptionPart):
     def _settings_of_the_policy(self) -> Self:
         chosen = self.scheduling_policy
         for name, policy in (("user_weights", "fair"), ("ttft_target", "deadline"), ("tpot_target", "deadline")):
-            value = getattr(self, name)
-            if value is not None and chosen != policy and ":" not in chosen:
+            if (value := getattr(self, name)) is not None and chosen != policy and ":" not in chosen:
                 raise ValueError(f"{name} ({value}) is of scheduling_policy {policy!r}; {chosen!r} does not look at it")
         return self
 
 
-# The option ``speculative_config``: which drafter proposes tokens, and how many.
+# Speculative decoding.
 
-#: Methods whose drafts the workers propose, with a network of their own that ``model`` names.
+#: Methods whose drafts come from a network on the workers, named by ``model``.
 MODEL_METHODS = ("draft_model", "eagle", "eagle3")
-#: Methods of vLLM that are not supported.
 _FOREIGN_METHODS = ("medusa", "mlp_speculator", "mtp")
 _OWN_METHODS = ("ngram", "suffix", *MODEL_METHODS, "prediction")
 #: Self-speculation, see docs/speculation.md.
@@ -643,40 +561,37 @@ _LAYER_SKIP = "the first layers of a model that is not trained for it seldom say
 
 
 class SpeculativeConfig(OptionPart):
-    """How drafts are made. Names of fields are those of vLLM, where it has them."""
+    """How drafts are made; names of fields are vLLM's where it has them."""
 
     model_config = ConfigDict(strict=True)
 
-    #: ``ngram``: what followed the same tokens earlier in the sequence. ``suffix``: also what followed them in recent
-    #: outputs of other requests. ``draft_model``: what a smaller model with the same vocabulary says. ``eagle`` and
-    #: ``eagle3``: what a head says that was trained on the model's hidden states. ``prediction``: what a request says
-    #: that its answer is likely to be; alone, as other methods draft from that, too.
+    #: ``ngram``: what followed the same tokens earlier in the sequence. ``suffix``: also in recent outputs of other
+    #: requests. ``draft_model``: a smaller model with the same vocabulary. ``eagle``, ``eagle3``: a head trained on the
+    #: model's hidden states. ``prediction``: the request's predicted output, which the other methods use, too.
     method: Literal["ngram", "suffix", "prediction", "draft_model", "eagle", "eagle3"]
-    #: Most draft tokens of a sequence in a step; with the token before them, 7 make a tile of the CPU kernels.
+    #: Maximum draft tokens of a sequence in a step; 7 and the token before them fill a tile of the CPU kernels.
     num_speculative_tokens: int = Field(7, ge=1, le=64)
-    #: Fewest and most tokens that must have occurred before.
+    #: Bounds of the match of ``ngram``, in tokens.
     prompt_lookup_min: int = Field(2, ge=1, le=32)
     prompt_lookup_max: int = Field(4, ge=1, le=32)
-    #: Of ``suffix``: most tokens of a match, and tokens of outputs that are kept.
+    #: Of ``suffix``: maximum tokens of a match, and of the outputs that are kept.
     suffix_decoding_max_tree_depth: int = Field(24, ge=2, le=256)
     suffix_decoding_max_cached_tokens: int = Field(1 << 18, ge=1 << 10, le=1 << 28)
-    #: Of ``draft_model``, ``eagle`` and ``eagle3``: a name or folder as in the option ``model``; of ``draft_model``,
-    #: also how its matrices are quantised, as in the option ``quantization``.
+    #: Of ``draft_model``, ``eagle`` and ``eagle3``, as the option ``model``; ``quantization`` of ``draft_model`` only.
     model: str | None = None
     quantization: Quantization | None = None
     revision: str | None = None
-    #: Whether the number of draft tokens follows what is accepted and what a step costs.
+    #: Whether the draft length adapts to acceptance and to the cost of a step.
     adaptive: bool = True
 
     @property
     def drafts_on_workers(self) -> bool:
-        """Whether the workers propose the drafts, with a network of their own."""
         return self.method in MODEL_METHODS
 
     @model_validator(mode="before")
     @classmethod
     def _bounds_meet(cls, fields: Any) -> Any:
-        """A bound that is given alone moves a default of the other that contradicts it."""
+        """One bound alone moves a conflicting default of the other."""
         if not isinstance(fields, dict):
             return fields
         low, high = fields.get("prompt_lookup_min"), fields.get("prompt_lookup_max")
@@ -696,25 +611,20 @@ class SpeculativeConfig(OptionPart):
         return self
 
 
-def _parse(value: Any) -> Any:
-    """A configuration from a mapping, or from one as JSON or YAML text; None and configurations as they are.
-
-    Raises:
-        ValueError: it is none, with the field, its value and what would be right.
-    """
+def _speculative_config(value: Any) -> Any:
     fields = read_mapping(value, _EXAMPLE)
-    return make_part(SpeculativeConfig, _checked(fields)) if isinstance(fields, dict) else fields
+    return make_part(SpeculativeConfig, _with_method(fields)) if isinstance(fields, dict) else fields
 
 
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 7}'
 
 
-def _checked(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields by name, with the method in ``method``; refuses methods that do not exist here."""
+def _with_method(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with ``method`` filled in; raises ValueError if the method does not fit them."""
     model = fields.get("model")
     if "method" not in fields and isinstance(model, str):  # as in vLLM
-        named = model.strip("[]")
-        fields["method"] = named if named in _OWN_METHODS + _FOREIGN_METHODS else "draft_model"
+        name = model.strip("[]")
+        fields["method"] = name if name in _OWN_METHODS + _FOREIGN_METHODS else "draft_model"
     method = fields.get("method")
     if method is None:
         raise ValueError(f"method is missing: name one of {', '.join(_OWN_METHODS)}, as in {_EXAMPLE}")
@@ -723,54 +633,46 @@ def _checked(fields: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"method {method!r} is not supported{reason}; the methods are {', '.join(_OWN_METHODS)}")
     if isinstance(model, str) and model.strip("[]") == method:
         model = fields.pop("model")
-    _check_model(method, fields)
-    return fields
-
-
-def _check_model(method: str, fields: dict[str, Any]) -> None:
-    """Refuses a method that needs a model without one, and what is said of a model where none is taken."""
     if method in MODEL_METHODS:
         if not fields.get("model"):
             raise ValueError(f"method {method!r} needs a model: name it in model, as the option model does")
         if method != "draft_model" and "quantization" in fields:
             raise ValueError(f"quantization: heads of method {method!r} are not quantised; leave it out")
-        return
+        return fields
     for name in ("model", "quantization", "revision"):
         if name in fields:
             raise ValueError(f"{name} {fields[name]!r}: method {method!r} takes no model; leave it out")
+    return fields
 
 
 class SpeculativeOptions(OptionPart):
-    """Speculative decoding: tokens are guessed, and several of a sequence are computed in one step."""
+    """Speculative decoding: draft tokens are verified together in one step."""
 
-    speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_parse)] = Field(
+    speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(_speculative_config)] = Field(
         None,
-        description="Draft tokens to verify in each step, as a mapping (JSON on the command line): method (ngram: what "
-        "followed the same tokens earlier in the request; suffix: also in recent outputs of other requests; "
-        "draft_model: what a smaller model of the same vocabulary says; eagle, eagle3: what a head trained for the "
-        "model says; prediction: what requests predict alone, from which every method drafts), model (of draft_model, "
-        "eagle and eagle3: as the option model; alone it means draft_model), quantization (of a draft_model) and "
-        "revision (as the options of these names), "
-        "num_speculative_tokens (most of a sequence in a step, 7), prompt_lookup_min and prompt_lookup_max (tokens to "
-        "match, 2 and 4), suffix_decoding_max_tree_depth (24), suffix_decoding_max_cached_tokens (262144, of 24 "
-        "bytes each), adaptive (whether the number follows what is accepted and what it costs, true). Answers do not "
-        "change. Default: what requests predict.",
+        description="Speculative decoding, as a mapping (JSON on the command line). method: ngram (what followed the "
+        "same tokens earlier in the request), suffix (also in recent outputs of other requests), draft_model (a "
+        "smaller model of the same vocabulary), eagle or eagle3 (a head trained for the model), or prediction (only "
+        "the predictions that requests bring, which every method uses). model, revision: as the options of these "
+        "names, for draft_model, eagle and eagle3; model alone means draft_model. quantization: as the option, for "
+        "draft_model. num_speculative_tokens: maximum draft tokens of a sequence in a step (7). prompt_lookup_min, "
+        "prompt_lookup_max: tokens to match (2, 4). suffix_decoding_max_tree_depth (24), "
+        "suffix_decoding_max_cached_tokens (262144, 24 bytes each). adaptive: adapt the draft length to acceptance and "
+        "cost (true). Answers do not change. Default: only the predictions of requests.",
     )
 
 
-# Options of structured output.
+# Structured output.
 
 
 class StructuredOutputsConfig(OptionPart):
-    """Defaults of the fields of structured output of these names. Names are those of vLLM."""
+    """Defaults of a request's fields of the same names, which are vLLM's."""
 
     model_config = ConfigDict(strict=True)
 
-    #: Whether JSON has no spaces and line breaks between its tokens.
     disable_any_whitespace: bool = False
-    #: Whether objects have no properties but those that their schema names, where it is silent about others.
     disable_additional_properties: bool = True
-    #: Without effect: all mean the same by a grammar, and there is no other that would be fallen back to.
+    #: Without effect: there is one backend.
     backend: str = "auto"
     disable_fallback: bool = False
 
@@ -781,100 +683,79 @@ def _structured_outputs(value: Any) -> Any:
 
 
 class StructuredOutputOptions(OptionPart):
-    """The grammars of structured output."""
+    """Grammars of structured output."""
 
     structured_outputs_config: Annotated[StructuredOutputsConfig, BeforeValidator(_structured_outputs)] = Field(
         StructuredOutputsConfig(),
-        description="What forms of JSON are where a request does not say, as a mapping (JSON on the command line): "
-        "disable_any_whitespace (no spaces and line breaks between tokens, false), disable_additional_properties "
-        "(objects have no properties but those that their schema names, where it is silent about others, true). "
-        "backend and disable_fallback have no effect.",
+        description="Defaults for JSON outputs, as a mapping (JSON on the command line): disable_any_whitespace (no "
+        "spaces and line breaks between tokens, false), disable_additional_properties (only the properties that the "
+        "schema names, where it is silent about others, true). backend and disable_fallback have no effect.",
     )
     structured_outputs_compile_seconds: float = Field(
-        5.0,
-        gt=0,
-        le=3600,
-        description="Seconds of processor time that compiling the schema or grammar of a request may take; one that "
-        "takes longer is refused. It is compiled in a process beside the engine.",
-    )
+        5.0, gt=0, le=3600,
+        description="Maximum processor seconds to compile the schema or grammar of a request, in a process beside the "
+        "engine. Slower ones are refused.",
+    )  # fmt: skip
 
 
-# The options of images in prompts.
-
-
-def _limits(value: Any) -> Any:
-    return read_mapping(value, '{"image": 4}') or None
+# Images.
 
 
 class ImageOptions(OptionPart):
-    """Images in prompts, of models that see them."""
+    """Images in prompts, for models with vision."""
 
     limit_mm_per_prompt: Annotated[
-        dict[Literal["image", "video", "audio"], Annotated[int, Field(ge=0)]] | None, BeforeValidator(_limits)
+        dict[Literal["image", "video", "audio"], Annotated[int, Field(ge=0)]] | None,
+        BeforeValidator(lambda value: read_mapping(value, '{"image": 4}') or None),
     ] = Field(
         None,
-        description='Most images of a prompt, as JSON: {"image": 4}; 0: none is taken. Default: as many as fit into '
-        "the context and image_cache_bytes. Of video and audio, which vLLM's scripts name here, none is taken anyway.",
+        description='Maximum images of a prompt, as JSON: {"image": 4}; 0: none. Default: as many as fit into the '
+        "context and image_cache_bytes. Video and audio are accepted for vLLM's scripts, and never taken.",
     )
     image_cache_bytes: ByteSize = Field(
-        ByteSize(DEFAULT_IMAGE_CACHE),
-        ge=1 << 20,
-        description="Host memory of each worker for features of images, in bytes or with a unit (512MiB): those of "
-        "prompts that run or come next, and of the latest others, so that an image which comes again is not computed "
-        "again.",
-    )
+        ByteSize(DEFAULT_IMAGE_CACHE), ge=1 << 20,
+        description="Host memory of each worker for image features, in bytes or with a unit (512MiB): of running and "
+        "next prompts, and of recent images, so that a repeated image is not computed again.",
+    )  # fmt: skip
     image_step_ms: float = Field(
-        50.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Most milliseconds of a step that are spent on the features of images, beside its tokens, so that "
-        "images do not stall decodes; at least one operation is computed. On a GPU a piece of an image is computed at "
-        "once.",
-    )
+        50.0, gt=0, allow_inf_nan=False,
+        description="Maximum milliseconds of a step for image features, beside its tokens, so that images do not delay "
+        "decodes; at least one operation is computed. On a GPU a piece of an image is computed at once.",
+    )  # fmt: skip
 
 
-# The place of a worker among those that share one network.
+# The place of a worker.
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """One worker's place: workers are numbered by stage, and within a stage by tensor-parallel rank."""
+    """A worker's place: ranks count stage by stage, and within a stage by tensor-parallel rank."""
 
     rank: int = 0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    #: Layers of each stage; None: as even as possible.
     partition: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, options: ParallelOptions, rank: int) -> ParallelLayout:
-        """The place of worker ``rank`` of an engine with these options."""
         partition = options.pipeline_layer_partition
-        return cls(
-            rank,
-            options.tensor_parallel_size,
-            options.pipeline_parallel_size,
-            None if partition is None else tuple(partition),
-        )
+        sizes = options.tensor_parallel_size, options.pipeline_parallel_size
+        return cls(rank, *sizes, None if partition is None else tuple(partition))
 
     @property
     def world_size(self) -> int:
-        """Workers in all."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def tp_rank(self) -> int:
-        """Its number among the workers of its stage."""
         return self.rank % self.tensor_parallel_size
 
     @property
     def stage(self) -> int:
-        """Its pipeline stage."""
         return self.rank // self.tensor_parallel_size
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether its stage samples."""
         return self.stage == self.pipeline_parallel_size - 1
 
     @property
@@ -883,11 +764,7 @@ class ParallelLayout:
         return self.world_size - self.tensor_parallel_size
 
     def layers(self, num_layers: int) -> range | None:
-        """The layers of its stage; None: all of the network's ``num_layers``.
-
-        Raises:
-            ConfigError: the layers cannot be divided so.
-        """
+        """The layers of its stage; None: all. Raises ConfigError if they cannot be divided."""
         stages = self.pipeline_parallel_size
         if stages == 1:
             return None

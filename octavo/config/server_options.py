@@ -1,4 +1,4 @@
-"""Options of the HTTP server as one validated model; flags, variables, files and documentation follow from it."""
+"""Options of the HTTP server in one validated model, from which flags, variables, files and documentation follow."""
 
 from __future__ import annotations
 
@@ -13,22 +13,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Confi
 from octavo.config.options import AdapterOptions
 from octavo.core.errors import ConfigError
 
-#: Environment variable of API keys, separated by commas.
+#: Environment variable with API keys, separated by commas.
 API_KEYS_VARIABLE = "OCTAVO_API_KEYS"
 
-#: Prompts of more characters for each token of the context than this are refused without being tokenized.
+#: Longer prompts, in characters for each token of the context, are refused without being tokenized.
 CHARS_PER_TOKEN = 32
-#: Bytes of a form beside the recording in it.
+#: Bytes of a multipart form beside the recording in it.
 FORM_BYTES = 1 << 20
 _HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+(%[a-z0-9]+)?")
-
-
-def _path(value: Any) -> Any:
-    return Path(value) if isinstance(value, str) else value
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
 
 
 def _json(text: str) -> Any:
@@ -49,10 +41,7 @@ def _networks(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def host_name(text: str) -> str:
-    """A host as it is compared with others: in lower case, without a trailing dot, an address as it is written most.
-
-    The brackets of an IPv6 address are left out, and an IPv4 address within one stands for itself.
-    """
+    """A host name in canonical form: lower case, no trailing dot, no brackets; IPv4-mapped addresses as IPv4."""
     bare = text.removeprefix("[").removesuffix("]").removesuffix(".").lower()
     try:
         address = ipaddress.ip_address(bare)
@@ -63,17 +52,15 @@ def host_name(text: str) -> str:
 
 def _hosts(value: tuple[str, ...]) -> tuple[str, ...]:
     hosts = tuple(map(host_name, value))
-    for given, host in zip(value, hosts, strict=True):
+    for text, host in zip(value, hosts, strict=True):
         if not _HOST.fullmatch(host):
-            raise ValueError(
-                f"{given!r} is no host: write it without scheme, port and path; *.NAME allows what ends so"
-            )
+            raise ValueError(f"{text!r} is no host: write it without scheme, port and path; *.NAME allows what ends so")
     return hosts
 
 
 def _modules(value: Any) -> Any:
-    """Names and paths of adapters as a dictionary: of ``NAME=PATH`` texts, or objects with "name" and "path"."""
-    if isinstance(value, str):  # a variable: JSON, or words
+    """Adapters as a dictionary; given as ``NAME=PATH`` texts, or as objects with "name" and "path"."""
+    if isinstance(value, str):  # of a variable
         value = _json(value) if value.lstrip()[:1] in ("[", "{") else value.split()
     if isinstance(value, dict):
         value = [value] if {"name", "path"} <= value.keys() else [{"name": n, "path": p} for n, p in value.items()]
@@ -94,218 +81,180 @@ def _modules(value: Any) -> Any:
     return paths
 
 
-#: Adapters by name; in flags and variables ``NAME=PATH`` words.
+#: Paths of adapters by name; in flags and variables ``NAME=PATH`` words.
 AdapterPaths = Annotated[dict[str, str] | None, BeforeValidator(_modules)]
-#: A path, which files and variables write as text.
-FilePath = Annotated[Path | None, BeforeValidator(_path)]
+#: A path; text in files and variables.
+FilePath = Annotated[Path | None, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
 
 
 def names(text: str | None) -> list[str]:
-    """The names in a text with commas between them."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 class ServerOptions(BaseModel):
-    """Options of the HTTP server. Every description states its unit; the defaults suit one machine and one user."""
+    """Options of the HTTP server. Every description has its unit; the defaults suit one machine and one user."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 or :: for every network.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 or :: for all networks.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0: a free one.")
     served_model_name: str | None = Field(
-        None, description="Names that clients use for the model, with commas between; default: as it was given."
+        None, description="Names of the model for clients, separated by commas. Default: the name in the option model."
     )
     api_key: str | None = Field(
-        None,
-        description="API keys, with commas between. Every user of the machine sees them in the list of processes: a "
-        "file, or the variable, keeps them.",
+        None, description="API keys, separated by commas; the list of processes shows them, a file does not."
     )
     api_key_file: FilePath = Field(
-        None, description=f"File of API keys, one a line; the variable {API_KEYS_VARIABLE} holds keys too."
+        None, description=f"File with API keys, one a line; the variable {API_KEYS_VARIABLE} may hold more."
     )
     ui: bool = Field(
         True,
-        description="Serve a page at / to chat with the model and to watch the engine; where others than this machine "
-        "reach the server, only if it has API keys, one of which the page asks for.",
+        description="Serve a page at / to chat with the model and to watch the engine. If other machines reach the "
+        "server, the page is only served with API keys, one of which it asks for.",
     )
-    tls_cert: FilePath = Field(None, description="Certificate chain (PEM); makes the server speak HTTPS.")
+    tls_cert: FilePath = Field(None, description="Certificate chain (PEM), to serve HTTPS.")
     tls_key: FilePath = Field(None, description="Private key of the certificate (PEM).")
     allowed_origins: str | None = Field(
-        None, description="Web origins whose pages may call the server (CORS), with commas between; * for all."
+        None, description="Web origins whose pages may call the server (CORS), separated by commas; * for all."
     )
     allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_hosts)] = Field(
         (),
-        description="Hosts that requests may name (in their header Host) beside localhost and loopback addresses, with "
-        "commas between; *.example.com for all below it, * for any. Default: none on a loopback address without API "
-        "keys, as pages of other hosts reach it through a browser (DNS rebinding); else any.",
+        description="Allowed hosts of the header Host beside localhost and loopback addresses, separated by commas; "
+        "*.example.com for all below it, * for any. Default: none on a loopback address without API keys, against "
+        "pages that reach it through a browser (DNS rebinding), else any.",
     )
     max_queued_requests: int = Field(
-        1024, ge=1, description="Most prompts that wait for their first token; further ones are answered 429."
+        1024, ge=1, description="Maximum prompts that wait for their first token; 429 beyond."
     )
     max_queued_tokens: int = Field(
-        4 << 20,
-        ge=1,
-        description="Most tokens in the prompts that wait for their first token; further ones are answered 429.",
+        4 << 20, ge=1, description="Maximum tokens of the prompts that wait for their first token; 429 beyond."
     )
     sandbox_seconds_per_client: float = Field(
-        60.0,
-        gt=0,
-        description="Seconds of processor time within a minute that one client's new schemas, grammars, chat "
-        "templates, images and recordings may take (a client is an API key, or an address where no key is needed); 429 "
-        "beyond.",
-    )
+        60.0, gt=0,
+        description="Maximum processor seconds within a minute for one client's new schemas, grammars, chat "
+        "templates, images and recordings; 429 beyond. A client is an API key, or an address if no key is needed.",
+    )  # fmt: skip
     max_sequences_per_request: int = Field(
-        256, ge=1, description="Most sequences that one request may ask for: prompts times n (or best_of)."
+        256, ge=1, description="Maximum sequences of a request: prompts times n (or best_of)."
     )
     max_inputs_per_request: int = Field(
-        2048, ge=1, description="Most inputs of one request for vectors or scores: texts, documents, pairs."
+        2048, ge=1, description="Maximum inputs of a request for vectors or scores: texts, documents, pairs."
     )
-    max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest request body, in bytes; 413 beyond.")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="Maximum bytes of a request body; 413 beyond.")
     max_body_bytes_total: ByteSize | None = Field(
-        None,
-        ge=1024,
-        description="Most bytes that the bodies of all requests take until they are answered, uploads among them and "
-        "compressed ones as they are unpacked, in bytes or with a unit (1GiB); 503 beyond. Default: 512 MiB, or four "
-        "times the largest body if that is more.",
-    )
+        None, ge=1024,
+        description="Maximum bytes of the bodies of all open requests, including uploads and unpacked compressed "
+        "bodies, in bytes or with a unit (1GiB); 503 beyond. Default: 512 MiB, or four times the largest body if that "
+        "is more.",
+    )  # fmt: skip
     max_body_bytes_per_client: ByteSize | None = Field(
-        None,
-        ge=1024,
-        description="Most of these bytes that one client's bodies take (a client is an API key, or an address where no "
-        "key is needed); 429 beyond. Default: half of max_body_bytes_total; behind a proxy, which is one address, give "
-        "it as many.",
-    )
+        None, ge=1024,
+        description="Maximum of these bytes for one client, which is an API key, or an address if no key is needed; "
+        "429 beyond. Default: half of max_body_bytes_total. A proxy is one address: set this to max_body_bytes_total "
+        "behind it.",
+    )  # fmt: skip
     max_audio_bytes: int = Field(
-        64 << 20, ge=1024, description="Largest recording that is sent to /v1/audio/..., in bytes; 413 beyond."
+        64 << 20, ge=1024, description="Maximum bytes of a recording sent to /v1/audio/...; 413 beyond."
     )
-    max_audio_seconds: float = Field(
-        14_400.0, gt=0, description="Longest recording, in seconds of audio; refused with 400 beyond."
-    )
+    max_audio_seconds: float = Field(14_400.0, gt=0, description="Maximum seconds of a recording; 400 beyond.")
     max_image_bytes: ByteSize = Field(
-        ByteSize(20 << 20),
-        ge=1024,
-        description="Largest file of an image in a conversation, in bytes or with a unit (20MiB); refused with 400 "
-        "beyond. One in base64 takes a third more of max_body_bytes.",
-    )
+        ByteSize(20 << 20), ge=1024,
+        description="Maximum size of an image file in a conversation, in bytes or with a unit (20MiB); 400 beyond. In "
+        "base64 it takes a third more of max_body_bytes.",
+    )  # fmt: skip
     max_image_pixels: int = Field(
-        1 << 26,
-        ge=1,
-        description="Most pixels of an image, width times height; refused with 400 beyond, before they are decoded.",
+        1 << 26, ge=1, description="Maximum pixels of an image (width x height), checked before decoding; 400 beyond."
     )
     allow_image_urls: bool = Field(
-        False,
-        description="Fetch images from URLs (http, https) that requests name; else only files within requests are "
-        "taken. Nothing is fetched from addresses that are not public.",
+        False, description="Fetch images from URLs in requests, at public addresses only. Off: URLs are refused."
     )
     allowed_media_domains: Annotated[tuple[str, ...], BeforeValidator(_words)] = Field(
-        (), description="Hosts that images may be fetched from, with commas between; default: all."
+        (), description="Hosts that images may be fetched from, separated by commas. Default: all."
     )
     image_url_networks: Annotated[tuple[str, ...], BeforeValidator(_words), AfterValidator(_networks)] = Field(
-        (),
-        description="Networks that images may be fetched from although their addresses are not public, such as "
-        "10.1.0.0/16, with commas between.",
+        (), description="Networks to fetch images from although not public, as 10.1.0.0/16, separated by commas."
     )
-    image_url_seconds: float = Field(
-        10.0, gt=0, description="Seconds that fetching an image may take, redirects included."
-    )
+    image_url_seconds: float = Field(10.0, gt=0, description="Maximum seconds to fetch an image, redirects included.")
     max_prompt_chars: int | None = Field(
-        None,
-        ge=1,
-        description=f"Longest prompt, in characters; default: {CHARS_PER_TOKEN} for each token of the context.",
-    )
+        None, ge=1,
+        description=f"Maximum characters of a prompt. Default: {CHARS_PER_TOKEN} for each token of the context.",
+    )  # fmt: skip
     max_stored_responses: int = Field(
-        1000, ge=0, description="Most responses of /v1/responses that are kept for previous_response_id; 0: none."
+        1000, ge=0, description="Maximum responses of /v1/responses kept for previous_response_id; 0: none."
     )
     max_stored_response_bytes: int = Field(
-        64 << 20, ge=0, description="Most bytes of these responses and their conversations; older ones are forgotten."
+        64 << 20, ge=0, description="Maximum bytes of these responses and their conversations; older ones are dropped."
     )
     request_timeout: float = Field(
-        600.0, gt=0, description="Seconds from the arrival of a request to the end of its answer."
+        600.0, gt=0, description="Maximum seconds from the arrival of a request to the end of its answer."
     )
     max_connections: int = Field(
-        8192,
-        ge=1,
-        description="Most connections that are open at once; further ones wait until one closes. Fewer where the limit "
-        "on open files (ulimit -n) is lower.",
+        8192, ge=1, description="Maximum open connections, within the limit on open files; others wait."
     )
     max_connections_per_address: int | None = Field(
-        None,
-        ge=1,
-        description="Most connections from one address (of IPv6: from one /64); further ones are closed. Default: half "
-        "of max_connections; behind a proxy, which is one address, give it as many.",
-    )
+        None, ge=1,
+        description="Maximum connections from one address (IPv6: from one /64); others are closed. Default: half of "
+        "max_connections. A proxy is one address: set this to max_connections behind it.",
+    )  # fmt: skip
     header_timeout: float = Field(
-        10.0,
-        gt=0,
-        description="Seconds that a client may take to send the head of a request, from the beginning of its "
-        "connection or, on one that is kept open, from the first byte.",
-    )
-    body_timeout: float = Field(30.0, gt=0, description="Seconds that a client may take to send a request's body.")
+        10.0, gt=0,
+        description="Maximum seconds to receive the head of a request, from the start of the connection or, on a "
+        "kept-alive one, from the first byte.",
+    )  # fmt: skip
+    body_timeout: float = Field(30.0, gt=0, description="Maximum seconds to receive a request's body.")
     stall_timeout: float = Field(
         60.0, ge=1, description="Seconds after which the connection of a client that reads nothing is closed."
     )
-    keep_alive_timeout: int = Field(75, ge=1, description="Seconds that an idle connection is kept open.")
+    keep_alive_timeout: int = Field(75, ge=1, description="Seconds that an idle connection stays open.")
     shutdown_timeout: float = Field(
-        30.0, ge=0, description="Seconds that open requests have to finish after SIGTERM or Ctrl-C."
+        30.0, ge=0, description="Seconds for open requests to finish after SIGTERM or Ctrl-C."
     )
-    log_format: Literal["plain", "json"] = Field("plain", description="Form of the log lines.")
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
-        "info", description="Least level that is logged."
-    )
-    log_file: FilePath = Field(None, description="File that log lines are appended to; default: standard error.")
+    log_format: Literal["plain", "json"] = Field("plain", description="Format of log lines.")
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+    ] = Field("info", description="Lowest level to log.")
+    log_file: FilePath = Field(None, description="File to append log lines to. Default: standard error.")
     log_requests: bool = Field(True, description="Log a line for each HTTP request.")
-    log_prompts: bool = Field(False, description="Log prompts too (their first characters).")
+    log_prompts: bool = Field(False, description="Log the first characters of prompts, too.")
     unknown_fields: Literal["refuse", "ignore"] = Field(
-        "refuse",
-        description="What becomes of a request with a field that is unknown here, or known and not supported: refused "
-        "with 400, as OpenAI's API does, or served without it, and the name is logged once.",
+        "refuse", description="Requests with unknown fields: refuse with 400, or ignore the fields and log them once."
     )
     unsupported_tools: Literal["ignore", "refuse"] = Field(
-        "ignore",
-        description="What becomes of a tool in a request that only another service could run, such as a search of the "
-        "web: left out, and its type is logged once, or the request is refused with 400.",
+        "ignore", description="Tools that only another service can run (web search): ignore and log, or refuse."
     )
     trust_request_chat_template: bool = Field(
-        False,
-        description="Let requests bring a chat template of their own (chat_template); it runs in a process with limits "
-        "of time and memory.",
+        False, description="Let requests bring a chat_template, which runs with limits of time and memory."
     )
     tool_call_parser: str = Field(
         "auto",
-        description="How the model writes calls of tools: auto (as its chat template says), none, hermes, llama3_json, "
+        description="Format of the model's tool calls: auto (by its chat template), none, hermes, llama3_json, "
         "mistral, pythonic, deepseek, gemma, functiongemma, qwen3_coder, granite, phi4_mini_json, or module:Class.",
     )
     reasoning_parser: str = Field(
         "auto",
-        description="How the model marks its reasoning: auto (as its chat template says), none (it stays in the "
+        description="Format of the model's reasoning: auto (by its chat template), none (reasoning stays in the "
         "content), qwen3, deepseek_r1, mistral, gemma, seed_oss, granite, or module:Class.",
     )
     enable_admin_routes: bool = Field(
         False,
-        description="Offer /sleep, /wake_up and /is_sleeping, which free the engine's memory for a while, and "
+        description="Serve /sleep, /wake_up and /is_sleeping, which free the engine's memory for a while, and "
         "/admin/replicas, /admin/drain, /admin/undrain and /admin/restart, which move requests between replicas.",
     )
     lora_modules: AdapterPaths = Field(
-        None,
-        description="Adapters to load at the start (NAME=PATH ...), whose names requests give as model; needs "
-        "enable_lora.",
+        None, description="Adapters to load at start (NAME=PATH ...), for requests by name. Needs enable_lora."
     )
     lora_folder: FilePath = Field(
-        None,
-        description="Folder of the adapters that enable_lora_routes and lora_resolver may load; they read nothing "
-        "outside of it.",
+        None, description="Only folder from which enable_lora_routes and lora_resolver may load adapters."
     )
     enable_lora_routes: bool = Field(
-        False,
-        description="Offer /v1/load_lora_adapter and /v1/unload_lora_adapter, which load adapters from lora_folder.",
+        False, description="Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters in lora_folder."
     )
     lora_resolver: str | None = Field(
-        None,
-        description="Finds an adapter on the first request that names it: folder (NAME in lora_folder), or "
-        "module:Class.",
+        None, description="Loads an adapter when a request names it: folder (NAME in lora_folder), or module:Class."
     )
     otlp_traces_endpoint: str | None = Field(
-        None, description="URL of an OpenTelemetry collector (OTLP over HTTP) that takes a span for each prompt."
+        None, description="URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span for each prompt."
     )
 
     @model_validator(mode="after")
@@ -321,7 +270,6 @@ class ServerOptions(BaseModel):
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine reaches the address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -329,15 +277,10 @@ class ServerOptions(BaseModel):
 
     @property
     def origins(self) -> list[str]:
-        """``allowed_origins`` as a list."""
         return names(self.allowed_origins)
 
     def check_engine(self, config: AdapterOptions) -> None:
-        """Refuses options for adapters where the engine serves none.
-
-        Raises:
-            ConfigError: naming the options of both.
-        """
+        """Raises ConfigError if options need adapters and the engine serves none."""
         names = ("lora_modules", "enable_lora_routes", "lora_resolver")
         if not (config.enable_lora or config.enable_prompt_adapter) and (
             options := [n for n in names if getattr(self, n)]
@@ -345,8 +288,8 @@ class ServerOptions(BaseModel):
             raise ConfigError(f"{', '.join(options)} need the engine's option enable_lora, or enable_prompt_adapter")
 
     def model_names(self, model: str) -> list[str]:
-        """Names of the model in requests; the first is the default in responses."""
+        """Names of the model in requests; responses have the first one by default."""
         if aliases := names(self.served_model_name):
             return aliases
-        # The full path of a folder must not be revealed to clients.
+        # Clients must not see the full path of a folder.
         return [Path(model).name or model] if Path(model).exists() else [model]

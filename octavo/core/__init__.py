@@ -1,1 +1,1 @@
-"""Plain data that every room may import: configuration, requests, plans, results, outputs, errors."""
+"""Plain data that every room may import: requests, plans, results, outputs, errors. Read ``request.py`` first."""

@@ -1,8 +1,7 @@
 """Every error that Octavo raises on purpose.
 
-Each class also derives from the built-in exception that a caller would guess, so ``except ValueError`` catches a bad
-value and ``except OctavoError`` catches all of them. A message says what was wrong, with which value, and
-what would be right.
+Each class also derives from the built-in exception that a caller would guess: ``except ValueError`` catches a bad
+value, ``except OctavoError`` all errors. Messages have the problem, the value, and a correct alternative.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class InvalidRequestError(OctavoError, ValueError):
 
 
 class AudioError(InvalidRequestError):
-    """A recording cannot be read: it is no audio, damaged, empty, or beyond a limit."""
+    """A recording is not audio, damaged, empty, or beyond a limit."""
 
 
 class ClientLimitError(OctavoError, RuntimeError):
-    """A client has used up what this server gives to one; ``retry_after``: seconds until it may go on."""
+    """A client is over its limit; ``retry_after``: seconds until it may send the next request."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
@@ -39,33 +38,33 @@ class ClientLimitError(OctavoError, RuntimeError):
 
 
 class SandboxError(OctavoError, RuntimeError):
-    """Processes that checked or decoded what a request brings were ended from outside: the request is not to blame."""
+    """Processes of the sandbox were killed from outside while they worked on a request, which is not to blame."""
 
 
 class ModelNotFoundError(OctavoError, FileNotFoundError):
-    """The name given for a model is no folder, no file, no built-in name and no reachable hub id."""
+    """The model is no folder, file, built-in name or reachable hub id."""
 
-    def __str__(self) -> str:  # FileNotFoundError would print its errno form
+    def __str__(self) -> str:  # not OSError's format with an errno
         return str(self.args[0]) if self.args else ""
 
 
 class DownloadError(OctavoError, OSError):
-    """A model could not be fetched, or what was received is not what was expected."""
+    """A model could not be downloaded, or its files are not the expected ones."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class UnsupportedModelError(OctavoError, ValueError):
-    """The checkpoint is readable but its architecture or one of its settings is not supported."""
+    """The checkpoint's architecture, or one of its settings, is not supported."""
 
 
 class WeightError(OctavoError, ValueError):
-    """A weight file is missing, truncated, of the wrong shape or type; the message names the tensor or file."""
+    """A weight file or tensor is missing, truncated, or has the wrong shape or type."""
 
 
 class AdapterError(OctavoError, ValueError):
-    """An adapter cannot be used: its files are missing, changed or wrong, or it does not belong to the model."""
+    """An adapter's files are missing, changed or invalid, or do not fit the model."""
 
 
 class AdapterNotFoundError(AdapterError):
@@ -81,62 +80,57 @@ class TokenizerError(OctavoError, ValueError):
 
 
 class InsufficientMemoryError(OctavoError, MemoryError):
-    """The weights or the smallest useful KV cache do not fit; the message says how much is needed."""
+    """The weights or the smallest useful KV cache do not fit; the message has the required memory."""
 
 
 class WorkerError(OctavoError, RuntimeError):
-    """A worker failed while it executed a step; the requests of that step end with an error."""
+    """A worker failed in a step, whose requests end with an error."""
 
 
 class SequenceError(WorkerError):
-    """A step failed at what a worker did for one of its sequences; the message is that of the exception."""
+    """A step failed because of one of its sequences; the message is that of the exception."""
 
     seq_id: int | None = None
 
     @classmethod
     def of(cls, seq_id: int, error: Exception) -> Self:
-        """The exception of a sequence."""
-        made = cls(f"{type(error).__name__}: {error}")
-        made.seq_id = seq_id
-        return made
+        sequence_error = cls(f"{type(error).__name__}: {error}")
+        sequence_error.seq_id = seq_id
+        return sequence_error
 
 
 class UnrecordableError(OctavoError, RuntimeError):
-    """A network computes something that a recorded step cannot hold, so it would be left out of every later step."""
+    """A recorded step cannot hold an operation of the network, and would leave it out when it is replayed."""
 
 
 class EngineStateError(OctavoError, RuntimeError):
-    """The call is not allowed in this state: the engine sleeps, or is asked to sleep while requests are unfinished."""
+    """The engine sleeps, or is asked to sleep while requests are unfinished."""
 
 
 class EngineDeadError(OctavoError, RuntimeError):
-    """The engine's process or a worker has ended or was shut down; unfinished and new requests fail."""
+    """The engine's process or a worker has ended; unfinished and new requests fail."""
 
 
 class EngineKilledError(EngineDeadError):
-    """A process of the engine was ended, or stopped, by a signal from outside: nothing that it computed is to blame."""
+    """A process of the engine was killed or stopped by a signal from outside: no request is to blame."""
 
 
 def reported_error(kind: str, message: str) -> OctavoError:
-    """The exception that another process has reported by the name of its class; ``WorkerError`` if it is not ours."""
+    """An exception that another process reported by class name; ``WorkerError`` for classes of other packages."""
     error_class = globals().get(kind)
     if isinstance(error_class, type) and issubclass(error_class, OctavoError):
         return error_class(message)
     return WorkerError(f"{kind}: {message}")
 
 
-#: How libraries say that memory, addresses or threads ran out, where the type of the error does not.
 _MEMORY_TEXTS = (
-    "allocate memory",
-    "out of memory",
-    "failed to map segment",
-    "can't start new thread",
+    "allocate memory", "out of memory", "failed to map segment", "can't start new thread",
     "resource temporarily unavailable",
-)
+)  # fmt: skip
 
 
 def as_memory_error(error: Exception) -> InsufficientMemoryError | None:
-    """The error of a library as one of our own, if it says that memory, addresses or threads ran out; else None."""
+    """Our error for a library's error about exhausted memory, address space or threads; None for others."""
     if isinstance(error, OctavoError) or not isinstance(error, (MemoryError, OSError, RuntimeError, ImportError)):
         return None
     text = str(error)
@@ -151,17 +145,13 @@ def as_memory_error(error: Exception) -> InsufficientMemoryError | None:
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raises ``InsufficientMemoryError`` for the errors of libraries that say so, see ``as_memory_error``."""
+    """Raises ``InsufficientMemoryError`` in place of libraries' errors, see ``as_memory_error``."""
     try:
         yield
     except Exception as e:
-        memory_error = as_memory_error(e)
-        if memory_error is None:
+        if (memory_error := as_memory_error(e)) is None:
             raise
         raise memory_error from e
-
-
-# What somebody may have meant who names what is not there.
 
 
 def did_you_mean(
@@ -172,15 +162,7 @@ def did_you_mean(
     cutoff: float = 0.6,
     written: Callable[[str], str] = repr,
 ) -> str:
-    """A hint such as ``did you mean 'fcfs'?``.
-
-    Args:
-        name: what was named.
-        names: what is there.
-        otherwise: the hint where nothing is like it; default: all names.
-        cutoff: least likeness, from 0 to 1.
-        written: how the name is written in the hint.
-    """
+    """A hint such as ``did you mean 'fcfs'?``, or ``otherwise`` (default: all names) if no name is similar."""
     names = list(names)
     for near in difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
         return f"did you mean {written(near)}?"

@@ -1,4 +1,4 @@
-"""Files of bounded size."""
+"""Reads files of bounded size, and JSON files with typed values."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from typing import Any
 
 from octavo.core.errors import ConfigError, OctavoError
 
-# Bytes of one read: a read allocates what it asks for, and most files are far smaller than what they may be.
+#: Bytes of a read, which allocates them all: most files are far smaller than their limit.
 _PART = 1 << 16
+#: Maximum bytes of a configuration, and of a tokenizer (several times the largest published).
+MAX_CONFIG = 16 << 20
+MAX_TOKENIZER = 128 << 20
 
 
 def read_bounded(path: Path, most: int, error: type[OctavoError] = ConfigError) -> bytes:
-    """The content of a file of at most ``most`` bytes.
-
-    Raises:
-        OctavoError: of type ``error``; it is missing, cannot be read, or has more bytes.
-    """
+    """The content of a file; raises ``error`` if it is missing, unreadable, or has more than ``most`` bytes."""
     try:
         with path.open("rb") as file:
             data = bytearray()
@@ -37,15 +36,8 @@ def read_bounded(path: Path, most: int, error: type[OctavoError] = ConfigError) 
     return bytes(data)
 
 
-# Files of text that options and flags name.
-
-
 def read_text(path: str | Path, what: str) -> str:
-    """The text of a file that an option or a flag names; ``what`` messages call it.
-
-    Raises:
-        ConfigError: it cannot be read, or is not UTF-8.
-    """
+    """The text of a file; raises ConfigError, which calls the file ``what``, if it is unreadable or not UTF-8."""
     try:
         return Path(path).expanduser().read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -53,19 +45,8 @@ def read_text(path: str | Path, what: str) -> str:
         raise ConfigError(f"cannot read {what} {path}: {reason}") from None
 
 
-# JSON files of a model, and their values with types.
-
-#: Largest files that are read, in bytes: of a configuration, and of a tokenizer (several times the largest published).
-MAX_CONFIG = 16 << 20
-MAX_TOKENIZER = 128 << 20
-
-
 def read_value(file: Path, error: type[OctavoError] = ConfigError, most: int = MAX_CONFIG) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-        OctavoError: of type ``error``; it is missing, has more than ``most`` bytes, or is not readable.
-    """
+    """The content of a JSON file; raises ``error`` as ``read_bounded``, and for invalid JSON."""
     data = read_bounded(file, most, error)
     try:
         return json.loads(data.decode())
@@ -74,11 +55,7 @@ def read_value(file: Path, error: type[OctavoError] = ConfigError, most: int = M
 
 
 def read_object(file: Path, error: type[OctavoError] = ConfigError, most: int = MAX_CONFIG) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        OctavoError: as for ``read_value``; also if it holds something else.
-    """
+    """The object in a JSON file; raises ``error`` as ``read_value``, and for other values."""
     value = read_value(file, error, most)
     if not isinstance(value, dict):
         raise error(f"{file} must hold a JSON object, not {type(value).__name__}")
@@ -90,40 +67,34 @@ class JsonValues:
     """Typed access to the values of one JSON object; null counts as absent."""
 
     raw: Mapping[str, Any]
-    #: Where it stands, for messages.
     file: Path
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value of any type."""
         value = self.raw.get(name)
         return default if value is None else value
 
     def positive(self, name: str, default: int | None = None, most: int | None = None) -> int:
-        """A positive integer, at most ``most``; without a default it must be there."""
-        value = self.get(name, default)
-        if value is None:
+        """An integer from 1 to ``most``; required without a default."""
+        if (value := self.get(name, default)) is None:
             raise ConfigError(f"{self.file}: {name} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
-            right = "a positive integer" if most is None else f"an integer from 1 to {most}"
-            raise ConfigError(f"{self.file}: {name} must be {right}, not {value!r}")
+            expected = "a positive integer" if most is None else f"an integer from 1 to {most}"
+            raise ConfigError(f"{self.file}: {name} must be {expected}, not {value!r}")
         return value
 
     def number(self, name: str, default: float) -> float:
-        """A finite number above zero."""
         value = self.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ConfigError(f"{self.file}: {name} must be a number above 0, not {value!r}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A boolean."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise ConfigError(f"{self.file}: {name} must be true or false, not {value!r}")
         return value
 
     def table(self, name: str) -> dict[str, Any]:
-        """An object; empty when absent."""
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise ConfigError(f"{self.file}: {name} must be an object, not {value!r}")

@@ -1,4 +1,4 @@
-"""Statistics of the scheduler, and of a step of the engine core."""
+"""Statistics of an engine: totals, steps, metrics, views for monitoring, and recordings of views."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class GroupState(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The blocks of one KV group now; see ``SchedulerState``."""
+    """Blocks of one KV group now; see ``SchedulerState``."""
 
-    #: Attention window of its layers, in tokens; None: they keep all.
+    #: Attention window in tokens; None: the whole context.
     window: int | None
     used: int
     cached: int
@@ -29,146 +29,130 @@ class GroupState(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def counts(self) -> tuple[int, int, int, int, int]:
-        """The numbers, in their order."""
         return self.used, self.cached, self.free, self.pinned, self.host_used
 
     @property
     def available(self) -> int:
-        """Blocks that can be allocated: free and cached."""
         return self.free + self.cached
 
     @property
     def usage(self) -> float:
-        """Share of its blocks that are in use or pinned."""
-        held = self.used + self.pinned
-        return held / max(1, held + self.cached + self.free)
+        return (self.used + self.pinned) / max(1, self.used + self.pinned + self.cached + self.free)
 
 
 class AdapterStats(msgspec.Struct, array_like=True, gc=False):
-    """Adapters now, and totals since the engine started; LoRA and prompt adapters together."""
+    """LoRA and prompt adapters: numbers now, and totals since the start."""
 
     # Now:
     in_slots: int = 0
-    #: In host memory, those in slots included.
+    #: Including those in slots.
     in_host: int = 0
     loading: int = 0
     # Totals:
-    #: Loads that were begun, and those of them that failed.
     loads: int = 0
     failed_loads: int = 0
-    #: Adapters that lost their slot, or their place in host memory, to others.
     slot_evictions: int = 0
     host_evictions: int = 0
-    #: Admissions of requests whose adapter had its slot, and of those whose adapter was given one.
+    #: Admissions of requests whose adapter had a slot, or got one.
     slot_hits: int = 0
     slot_misses: int = 0
-    #: Seconds in which steps gave adapters their slots or waited for one, in all and the longest of a step.
+    #: Seconds of steps for filling slots and waiting for adapters: total, and maximum of a step.
     seconds: float = 0.0
     longest_seconds: float = 0.0
 
 
 class GrammarStats(msgspec.Struct):
-    """What compiling the grammars of requests has come to; forms that were known do not count."""
+    """Totals of grammar compilation, without cached grammars."""
 
     compiled: int = 0
     refused: int = 0
-    #: Of processor time.
     seconds: float = 0.0
-    #: Requests whose form is being compiled, or waits for it.
+    #: Requests that wait for their grammar now.
     waiting: int = 0
 
 
 class SpeculationStats(msgspec.Struct, array_like=True):
-    """Totals of speculative decoding since the engine started."""
+    """Totals of speculative decoding since the start."""
 
-    #: Times that a sequence had draft tokens in a step.
+    #: Steps of sequences with draft tokens.
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    #: Of the drafts, how many were accepted up to their first token, their second, ...
+    #: Drafts accepted up to their first token, their second, ...
     accepted_per_position: list[int] = []
     #: Sequences for which the drafter failed.
     failures: int = 0
 
 
 class SchedulerState(msgspec.Struct, gc=False):
-    """The queues and blocks now, and totals since the engine started."""
+    """Queues and blocks now, and totals since the start."""
 
-    #: Total of steps.
     steps: int = 0
     # Requests and blocks now:
     num_waiting: int = 0
     num_running: int = 0
     num_swapped: int = 0
-    # Of all KV groups together:
+    # Sums over KV groups:
     blocks_used: int = 0
-    #: In use by no sequence, kept for prompts that begin alike.
+    #: In the prefix cache, used by no sequence.
     blocks_cached: int = 0
     blocks_free: int = 0
-    #: Of shared prefixes, in use or not; not counted among those in use.
+    #: Of shared prefixes; not among those in use.
     blocks_pinned: int = 0
     host_blocks_used: int = 0
     # Totals:
     preemptions_by_recompute: int = 0
     preemptions_by_swap: int = 0
-    #: Tokens whose KV entries were given up by preemption.
+    #: Tokens whose KV entries preemption dropped.
     recomputed_tokens: int = 0
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
-    #: Prompt tokens looked up in the prefix cache, and found there.
+    #: Prompt tokens looked up in the prefix cache, and hits.
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
-    #: Blocks of each KV group now, if there are several.
+    #: By KV group, if there are several.
     groups: list[GroupState] = []
-    #: If adapters are enabled.
     adapters: AdapterStats | None = None
-    #: If drafts are made.
     speculation: SpeculationStats | None = None
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks in use or pinned, of the group that has the largest: that one is full first."""
+        """Share of used and pinned blocks in the fullest group."""
         whole = GroupState(None, self.blocks_used, self.blocks_cached, self.blocks_free, self.blocks_pinned, 0)
         return max(group.usage for group in self.groups or [whole])
 
     @property
     def num_blocks(self) -> int:
-        """KV cache blocks in all."""
         return self.blocks_used + self.blocks_cached + self.blocks_free + self.blocks_pinned
 
 
 class SchedulerStats(SchedulerState, gc=False):
-    """A state of the queues and blocks, and totals up to it."""
+    """A state of the scheduler, with totals of computed tokens."""
 
-    #: Totals of tokens that were computed.
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    #: Slots of used blocks that hold no token, now.
+    #: Slots without a token in used blocks, now.
     empty_slots: int = 0
 
 
 class StepStats(SchedulerState, frozen=True, array_like=True, gc=False):  # type: ignore[misc]  # msgspec allows it
-    """One step, and the state after it: what a ``StatLogger`` gets.
+    """One step, and the state after it, for a ``StatLogger``.
 
-    Also sent without a step (``steps`` is as before, times and tokens are 0) when an abort has emptied the engine.
+    Also sent without a step (``steps`` unchanged, times and tokens 0) when an abort has emptied the engine.
     """
 
-    #: Seconds of this step: schedule, execute, update.
     seconds: float = 0.0
-    #: Of them, inside the worker, and there inside kernels (measured with ``time_kernels``; 0 without).
+    #: Parts of ``seconds``: in the worker, and there in kernels (0 without ``time_kernels``).
     worker_seconds: float = 0.0
     kernel_seconds: float = 0.0
-    #: Seconds between the end of the step before and the start of this one, if there was work to do meanwhile:
-    #: outputs encoded and sent, messages received.
+    #: Seconds since the step before, for sending outputs and receiving messages; 0 after an idle time.
     between_seconds: float = 0.0
-    #: Tokens computed in this step.
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    #: Number of the engine core, of several behind one server.
     replica: int = 0
 
 
-#: Fields of ``SchedulerStats`` that are no totals.
+#: Fields of ``SchedulerStats`` that are not totals.
 _NOW = (
     *("num_waiting", "num_running", "num_swapped", "host_blocks_used", "empty_slots"),
     *("blocks_used", "blocks_cached", "blocks_free", "blocks_pinned"),
@@ -176,7 +160,6 @@ _NOW = (
 
 
 def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
-    """The statistics of several engine cores together."""
     total = _sum(replicas)
     total.groups = [sum_groups(groups) for groups in zip(*(replica.groups for replica in replicas), strict=True)]
     adapters = [replica.adapters for replica in replicas if replica.adapters is not None]
@@ -192,7 +175,7 @@ def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
 
 
 def ended_stats(stats: SchedulerStats) -> SchedulerStats:
-    """The statistics of an engine core that has ended: the totals, and nothing that there is now."""
+    """The totals of an engine core that has ended."""
     ended = msgspec.structs.replace(stats, **dict.fromkeys(_NOW, 0))
     ended.groups = [GroupState(group.window, 0, 0, 0, 0, 0) for group in stats.groups]
     if stats.adapters is not None:
@@ -201,7 +184,7 @@ def ended_stats(stats: SchedulerStats) -> SchedulerStats:
 
 
 def _sum(parts: Sequence[S]) -> S:
-    """The sums of the fields that are numbers; the others have their defaults."""
+    """Sums of the numeric fields; others have their defaults."""
     total = type(parts[0])()
     for name in total.__struct_fields__:
         if isinstance(getattr(total, name), (int, float)):
@@ -210,18 +193,16 @@ def _sum(parts: Sequence[S]) -> S:
 
 
 def sum_groups(groups: Sequence[GroupState]) -> GroupState:
-    """The blocks of several groups together."""
-    if not groups:
-        return GroupState(None, 0, 0, 0, 0, 0)
-    return GroupState(groups[0].window, *map(sum, zip(*(group.counts for group in groups), strict=True)))
+    sums = map(sum, zip(*(group.counts for group in groups), strict=True))
+    return GroupState(groups[0].window, *sums) if groups else GroupState(None, 0, 0, 0, 0, 0)
 
 
-# Figures of an engine as a program reads them: ``LLM.get_metrics``.
+# Metrics of ``LLM.get_metrics``.
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure with its name and unit in one, as in ``octavo_decode_tokens``."""
+    """A metric; its name has the unit, as in ``octavo_decode_tokens``."""
 
     name: str
     value: int
@@ -229,13 +210,13 @@ class Metric:
 
 
 class Counter(Metric):
-    """A total since the engine started; it never falls."""
+    """A total since the start."""
 
     __slots__ = ()
 
 
 class Gauge(Metric):
-    """A figure as it is now."""
+    """A value now."""
 
     __slots__ = ()
 
@@ -262,130 +243,113 @@ _TABLE = (
     (Counter, "swapped_in_blocks", "swapped_in_blocks", "Blocks moved back."),
 )
 
-#: (name, field of ``SpeculationStats``, description)
-_SPECULATION = (
-    ("drafts", "drafts", "Drafts that were verified."),
-    ("draft_tokens", "draft_tokens", "Tokens of drafts."),
-    ("accepted_tokens", "accepted_tokens", "Tokens of drafts that were accepted."),
-)
+_SPECULATION = {
+    "drafts": "Drafts that were verified.",
+    "draft_tokens": "Tokens of drafts.",
+    "accepted_tokens": "Tokens of drafts that were accepted.",
+}
 
 
 def metrics_of(stats: SchedulerStats) -> list[Metric]:
-    """The statistics as a list of named figures."""
     metrics: list[Metric] = [kind(f"octavo_{name}", getattr(stats, field), text) for kind, name, field, text in _TABLE]
-    if stats.speculation is not None:
-        for name, field, text in _SPECULATION:
-            metrics.append(Counter(f"octavo_spec_decode_num_{name}", getattr(stats.speculation, field), text))
+    for name, text in _SPECULATION.items() if stats.speculation is not None else ():
+        metrics.append(Counter(f"octavo_spec_decode_num_{name}", getattr(stats.speculation, name), text))
     return metrics
 
 
-# What somebody who watches an engine sees of it: its blocks, its queues, its last steps, and what has changed.
+# Views of an engine, for monitoring: blocks, queues, last steps, and changes.
 
-#: Steps of which an engine keeps records.
+#: Step records that an engine keeps.
 NUM_STEPS = 1000
-#: Groups of each queue in a view, the first ones; their number is in its counts.
+#: First groups of each queue in a view.
 MAX_GROUPS = 128
-#: Changes in a view, the last ones; see ``EngineView.num_changes``.
+#: Last changes in a view; see ``EngineView.num_changes``.
 MAX_CHANGES = 128
-#: Adapters in slots that a view names, at most, those with most running requests first; and names of each.
+#: Maximum adapters in a view, those with most running requests first, and names of each.
 MAX_ADAPTER_SLOTS = 64
 MAX_ADAPTER_NAMES = 4
-#: Requests that a view names, at most, and characters of an id or a name; a longer one is cut.
+#: Maximum requests in a view, and characters of an id or a name, which is cut.
 MAX_REQUEST_IDS = 512
 MAX_ID_LENGTH = 128
-#: A map of more blocks, or of more runs, is sent in bins.
+#: A map with more blocks, or more runs, is sent in bins.
 MAX_EXACT_BLOCKS = 8192
 MAX_RUNS = 4096
 NUM_BINS = 2048
-#: Of ``BlockRun``: no group has the block, and the group's number is not known.
+#: Group id of a ``BlockRun`` or ``Change`` without a group.
 NOBODY = -1
 
 
 class BlockState(enum.IntEnum):
-    """What a block is: the same cases as in ``/metrics``, where ``SHARED`` ones count as used."""
+    """As in ``/metrics``, where ``SHARED`` blocks count as used."""
 
     FREE = 0
     CACHED = 1
     USED = 2
-    #: Used, in several block tables.
     SHARED = 3
     PINNED = 4
 
 
 class BlockRun(msgspec.Struct, array_like=True, gc=False):
-    """Blocks with consecutive ids that are alike, and neighbours in the block table of one sequence, if any has them.
-
-    Of its block ``i`` the first token is at ``start + i * direction * block_size``.
-    """
+    """Equal blocks with consecutive ids; if used, neighbours in the block table of one sequence."""
 
     count: int
     state: int
-    #: Block tables that have each of them; moves in flight count, too.
+    #: Block tables with each of them; moves in flight count, too.
     references: int
-    #: The group whose sequence has them, the first of several; ``NOBODY``: none.
+    #: The first group that uses them, or ``NOBODY``.
     group_id: int
-    #: Position in its sequence of the first token of the first of them.
+    #: The first token of block ``i`` has the position ``start + i * direction * block_size``.
     start: int
-    #: 1 or -1: the table has them in the order of their ids, or in the opposite one; 0 if there is one, or no table.
+    #: 1 or -1: order of ids in the table; 0 for a single block, or without a table.
     direction: int
 
 
 class BlockMap(msgspec.Struct):
-    """All blocks of one pool, in the order of their ids: as runs, or in bins where there are too many."""
+    """All blocks of one pool by id: as runs, or in bins if there are too many."""
 
-    #: Number of the KV group.
     group: int
     on_host: bool
     block_size: int
-    #: Attention window of the group's layers, in tokens; None: they keep all.
     window: int | None
-    #: Id of the first block.
     first: int
     num_blocks: int
     #: Blocks by ``BlockState``.
     counts: list[int]
-    #: Empty if there are bins.
     runs: list[BlockRun] = []
-    #: Blocks of each bin (the last has what is left), and how many of them are in each ``BlockState``.
+    #: Blocks of a bin (the last may have fewer), and for each bin its blocks by ``BlockState``.
     bin_size: int = 0
     bins: list[list[int]] = []
 
 
 class GroupRow(msgspec.Struct, array_like=True, gc=False):
-    """An unfinished group."""
-
     group_id: int
     status: Literal["waiting", "running", "swapped"]
     num_seqs: int
     prompt_tokens: int
-    #: Of all its sequences.
+    # Over its sequences:
     output_tokens: int
-    #: With KV entries, over its sequences.
     computed_tokens: int
-    #: Of the prompt, found in the prefix cache.
+    #: Prompt tokens from the prefix cache.
     cached_tokens: int
-    #: Seconds since its arrival.
+    #: Seconds since arrival.
     age: float
-    # How often it was preempted in each way, and what that has cost so far:
+    # Preemptions and their cost:
     recomputes: int
     recomputed_tokens: int
     swaps: int
     swapped_blocks: int
-    #: The group that it was preempted for the last time; None: the running ones lacked blocks, or it never was.
+    #: The group that it was last preempted for; None: running groups lacked blocks, or it never was preempted.
     preempted_for: int | None
 
 
 class StepRecord(msgspec.Struct, array_like=True, gc=False):
-    """One step, and the counts after it."""
-
     step: int
-    #: Seconds on the engine's clock at its end.
+    #: End, in seconds on the engine's clock.
     at: float
+    # As in ``StepStats``:
     seconds: float
-    #: Of ``seconds``: in the worker, and there in kernels (0 where they are not timed).
     worker_seconds: float
     kernel_seconds: float
-    #: Between the step before and this one, while there was work.
     between_seconds: float
     prefill_tokens: int
     decode_tokens: int
@@ -395,36 +359,31 @@ class StepRecord(msgspec.Struct, array_like=True, gc=False):
     blocks_used: int
     blocks_cached: int
     blocks_free: int
-    # Totals since the engine's start:
+    # Totals:
     preemptions: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
 
 
 class Change(msgspec.Struct, array_like=True, gc=False):
-    """Something that happened to blocks or to a group."""
-
     kind: Literal["fork", "copy", "evict", "swap_out", "swap_in", "recompute", "swap"]
     step: int
-    #: ``NOBODY`` where blocks of several groups are concerned.
+    #: ``NOBODY`` for blocks of several groups.
     group_id: int
-    #: Device blocks: those that were evicted, moved, or shared by a fork; of a copy its source and its target.
+    #: Device blocks: evicted, moved, or shared by a fork; source and target of a copy.
     blocks: list[int] = []
-    #: Of a preemption: tokens to compute again, or blocks that were moved.
+    #: Of a preemption: recomputed tokens, or moved blocks.
     cost: int = 0
-    #: Of a preemption: the group that it was for; None: the running ones lacked blocks.
+    #: Of a preemption, as in ``GroupRow``.
     preempted_for: int | None = None
 
 
 class AdapterSlot(msgspec.Struct, array_like=True, gc=False):
-    """A slot with an adapter in it."""
-
     slot: int
     #: Digest of the adapter's content.
     key: str
-    #: Requests that run with it.
     num_running: int
-    #: Those that requests may call it by; none: it was unloaded, or its name means another content now.
+    #: Names for requests; empty: it was unloaded, or its name means another content now.
     names: list[str] = []
 
 
@@ -439,24 +398,19 @@ class EngineView(msgspec.Struct):
     state: SchedulerState
     blocks: list[BlockMap]
     groups: list[GroupRow]
-    #: Those since the view before.
+    #: Since the view before.
     steps: list[StepRecord]
     changes: list[Change]
-    #: Changes since the view before; ``changes`` are the last of them.
+    #: Total since the view before; ``changes`` has the last ones.
     num_changes: int
-    #: Blocks evicted since the engine's start.
     evicted_blocks: int
-    #: Seconds that it took to make this view.
     cost: float = 0.0
-    #: How many there are is in ``state``.
     adapters: list[AdapterSlot] = []
-    #: By group: the ids by which clients and logs know the open requests that the view mentions. Of a simulation: none.
+    #: Ids of open requests by group; a simulation has none.
     request_ids: dict[int, str] = {}
 
 
 class ReplicaRow(msgspec.Struct):
-    """A place for an engine core."""
-
     number: int
     status: str
     open_requests: int
@@ -464,7 +418,7 @@ class ReplicaRow(msgspec.Struct):
 
 
 class Histogram(msgspec.Struct):
-    """Observations since the start by upper bound of their bucket; the last bucket, without a bound, has the rest."""
+    """Observations since the start; the last bucket has no upper bound."""
 
     name: str
     bounds: list[float]
@@ -472,62 +426,57 @@ class Histogram(msgspec.Struct):
 
 
 class EngineEvent(msgspec.Struct):
-    """One update of everything that is behind a front end."""
+    """One update of all engine cores behind a front end."""
 
-    #: Seconds since 1970; of a simulation those on its clock.
+    #: Seconds since 1970; in a simulation, on its clock.
     time: float
     replicas: list[ReplicaRow]
     views: list[EngineView]
-    #: Seconds to the first token, between tokens and of requests.
+    #: Seconds to the first token, between tokens, and of requests.
     latencies: list[Histogram] = []
-    #: Whether the views have all steps that are known: those before are to be forgotten.
+    #: Whether the views have all recorded steps, so that earlier ones can be forgotten.
     whole: bool = False
 
 
-# Recordings of engines: files of the events that ``/engine/events`` streams, one JSON value a line after a header.
+# Recordings: a header, then the events of ``/engine/events``, one JSON value a line.
 
 FORMAT = "octavo-recording"
 VERSION = 1
-#: Larger files are refused; each line, too.
+#: Maximum bytes of a file, and of a line.
 MAX_BYTES = 256 << 20
 MAX_LINE_BYTES = 8 << 20
-#: Further events are left out by who writes a recording, and refused by who reads one.
+#: Writers leave out further events; readers refuse them.
 MAX_EVENTS = 4000
 
 
 class RecordingHeader(msgspec.Struct):
-    """The first line."""
-
     format: str
     version: int
-    #: What was recorded, in words.
     title: str = ""
 
 
 def write_recording(path: Path, title: str, events: Iterable[EngineEvent]) -> None:
-    """Writes a file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    encode = msgspec.json.encode
+    """Raises ConfigError if the file cannot be written."""
     try:
         with path.open("wb") as stream:
             for line in (RecordingHeader(FORMAT, VERSION, title), *events):
-                stream.write(encode(line) + b"\n")
+                stream.write(msgspec.json.encode(line) + b"\n")
     except OSError as e:
         raise ConfigError(f"cannot write the recording {path}: {e.strerror}") from None
 
 
 def read_recording(path: Path) -> bytes:
-    """The bytes of a file, each line of which is what it must be.
-
-    Raises:
-        ConfigError: it cannot be read, is no recording, or is too large.
-    """
+    """The bytes of a valid recording; raises ConfigError for other files."""
     data = read_bounded(path, MAX_BYTES)
-    header, *lines = data.splitlines() or [b""]
-    _check_header(path, header)
+    first, *lines = data.splitlines() or [b""]
+    try:
+        header = msgspec.json.decode(first, type=RecordingHeader)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        header = RecordingHeader("", VERSION)
+    if header.format != FORMAT:
+        raise ConfigError(f"{path} is no recording of an engine: its first line must name the format {FORMAT!r}")
+    if header.version != VERSION:
+        raise ConfigError(f"the recording {path} has version {header.version}; this program reads {VERSION}")
     if len(lines) > MAX_EVENTS:
         raise ConfigError(f"the recording {path} has {len(lines)} events; at most {MAX_EVENTS} are read")
     decoder = msgspec.json.Decoder(EngineEvent)
@@ -539,14 +488,3 @@ def read_recording(path: Path) -> bytes:
         except (msgspec.DecodeError, msgspec.ValidationError) as e:
             raise ConfigError(f"line {number} of the recording {path} is no event of an engine: {e}") from None
     return data
-
-
-def _check_header(path: Path, line: bytes) -> None:
-    try:
-        header = msgspec.json.decode(line, type=RecordingHeader)
-    except (msgspec.DecodeError, msgspec.ValidationError):
-        header = RecordingHeader("", VERSION)
-    if header.format != FORMAT:
-        raise ConfigError(f"{path} is no recording of an engine: its first line must name the format {FORMAT!r}")
-    if header.version != VERSION:
-        raise ConfigError(f"the recording {path} has version {header.version}; this program reads {VERSION}")

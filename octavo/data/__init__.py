@@ -1,4 +1,4 @@
-"""Texts and vectors of data sets with Ray: stages of Ray Data, and runs over files that go on after a stop.
+"""Texts and vectors of data sets with Ray: stages of Ray Data (``stage.py``), and runs over files (``runs.py``).
 
 >>> import ray, octavo.data
 >>> answered = octavo.data.generate(ray.data.read_parquet("prompts/"), model="smollm2-135m")

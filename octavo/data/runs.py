@@ -1,4 +1,4 @@
-"""Texts and vectors of files, in parts: each is written once it is complete, so that a run goes on after a stop."""
+"""Texts and vectors of files, written in parts that each appear complete, so that a stopped run can be resumed."""
 
 from __future__ import annotations
 
@@ -31,166 +31,20 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# Files of rows, JSON lines and Parquet: how each is cut into parts, and how a part is answered and written.
-
-
-class Format(ABC):
-    """A kind of file."""
-
-    @abstractmethod
-    def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int]]:
-        """Parts of at most ``rows`` rows: where each begins, in a unit of the format's own, and how many rows it has.
-
-        Raises:
-            ConfigError: the file cannot be read.
-        """
-
-    @abstractmethod
-    def answer(self, path: Path, start: int, rows: int, generator: Generator, target: Path) -> int:
-        """Writes a part of ``path`` with its answers to ``target``; returns how many rows have failed.
-
-        Raises:
-            ConfigError: the rows do not have the columns.
-        """
-
-
-class JsonLines(Format):
-    """A JSON object a line; parts begin at an offset in bytes. A line that is none fails alone."""
-
-    def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int]]:
-        """See ``Format``."""
-        offset = start = count = 0
-        with path.open("rb") as stream:
-            for line in stream:
-                if line.strip():
-                    if count == rows:
-                        yield start, count
-                        start, count = offset, 0
-                    count += 1
-                offset += len(line)
-        if count:
-            yield start, count
-
-    def answer(self, path: Path, start: int, rows: int, generator: Generator, target: Path) -> int:
-        """See ``Format``."""
-        parsed = [_parse(line) for line in _lines(path, start, rows)]
-        good, columns = [row for row in parsed if isinstance(row, dict)], generator.columns
-        for fields in good:
-            columns.check([columns.prompt, *fields])  # a row without a prompt fails alone
-        answers = iter(generator.answer([fields.get(columns.prompt) for fields in good]))
-        failed = 0
-        with target.open("wb") as stream:
-            for row in parsed:
-                if isinstance(row, str):
-                    line: dict[str, Any] = {columns.output: None, columns.error: row}
-                else:
-                    answer = next(answers)
-                    line = {**row, columns.output: answer.output, columns.error: answer.error}
-                failed += line[columns.error] is not None
-                stream.write(msgspec.json.encode(line) + b"\n")
-        return failed
-
-
-class Parquet(Format):
-    """Parquet; parts begin at a row. Row groups that reach into several parts are read for each of them."""
-
-    def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int]]:
-        """See ``Format``."""
-        total = self._open(path).metadata.num_rows
-        for start in range(0, total, rows):
-            yield start, min(rows, total - start)
-
-    def answer(self, path: Path, start: int, rows: int, generator: Generator, target: Path) -> int:
-        """See ``Format``."""
-        import pyarrow.parquet as pq
-
-        table = generator(self._read(path, start, rows))
-        pq.write_table(table, target)
-        return rows - int(table.column(generator.columns.error).null_count)
-
-    def _read(self, path: Path, start: int, rows: int) -> Any:
-        import pyarrow as pa
-
-        source, pieces, first = self._open(path), [], 0
-        for group in range(source.num_row_groups):
-            count = source.metadata.row_group(group).num_rows
-            low, high = max(start, first), min(start + rows, first + count)
-            if low < high:
-                pieces.append(source.read_row_group(group).slice(low - first, high - low))
-            first += count
-        return pa.concat_tables(pieces)
-
-    def _open(self, path: Path) -> Any:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            return pq.ParquetFile(path)
-        except pa.ArrowInvalid as e:
-            raise ConfigError(f"{path} is not a Parquet file: {e}") from None
-
-
-#: Suffix of files -> their format.
-FORMATS: dict[str, Format] = {".jsonl": JsonLines(), ".ndjson": JsonLines(), ".parquet": Parquet()}
-
-
-def find_files(paths: Sequence[Path]) -> tuple[list[Path], str]:
-    """The files that paths name, those in folders sorted by name, and their suffix.
-
-    Raises:
-        ConfigError: there is none, one is of another format, or they are of several.
-    """
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            files += sorted(child for child in path.iterdir() if child.suffix in FORMATS and child.name[0] not in "._")
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise ConfigError(f"there is no file or folder {path}")
-    suffixes = {path.suffix for path in files}
-    if len(suffixes) != 1 or not suffixes <= FORMATS.keys():
-        raise ConfigError(
-            f"the input must be files of one format ({', '.join(FORMATS)}), not {sorted(suffixes) or 'none at all'}"
-        )
-    return files, suffixes.pop()
-
-
-def _lines(path: Path, offset: int, count: int) -> Iterator[bytes]:
-    with path.open("rb") as stream:
-        stream.seek(offset)
-        for line in stream:
-            if line.strip():
-                yield line
-                count -= 1
-                if not count:
-                    return
-
-
-def _parse(line: bytes) -> dict[str, Any] | str:
-    """The object on a line, or what is wrong with it."""
-    try:
-        return msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        return f"the line is not a JSON object: {e}"
-
-
-#: File in the output folder that says what its parts were made of. Readers of folders pass over such names.
+#: File in the output folder with the run's parameters. Readers of folders skip names that begin with an underscore.
 DESCRIPTION = "_octavo_run"
-#: Begins the names of parts that are being written.
+#: Prefix of parts that are being written.
 _UNFINISHED = ".octavo-"
-#: Most tasks that parts are handed out in; each costs the cluster a millisecond.
+#: Most Ray tasks of a run; each costs the cluster a millisecond.
 _MAX_TASKS = 4096
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows of a run."""
-
     rows: int
     #: Answered by earlier runs.
     skipped: int
-    #: Of this run, those that have an error.
+    #: Rows of this run with an error.
     failed: int
 
 
@@ -203,7 +57,7 @@ class _Part(msgspec.Struct, frozen=True):
     rows: int
 
     def path(self, folder: Path, suffix: str) -> Path:
-        """Where its rows are written: named by the numbers of the first and of the last."""
+        """The output file, named by the numbers of its first and last row."""
         return folder / f"part-{self.first:012d}-{self.first + self.rows - 1:012d}{suffix}"
 
 
@@ -227,20 +81,20 @@ def run(
     >>> octavo.data.run("prompts.parquet", "answers/", model="smollm2-135m", concurrency=4)
     >>> ray.data.read_parquet("answers/")
 
-    With ``pooling_params`` it writes vectors in place of answers, as ``embed``.
+    With ``pooling_params`` it writes vectors in place of texts, as ``embed``.
 
-    A row is identified by its number in the input, files of a folder taken by name. ``batch_size`` rows of a file are
-    a part: a file of the input's format, named by their numbers, that appears in the folder as a whole. After a stop,
-    also by kill -9, the same call does the parts that are missing: no row is lost, and none is there twice.
+    Rows are numbered through all input files, in the order of the files' names in a folder. ``batch_size`` rows of a
+    file are a part: a file of the format of the input, named by their numbers, renamed into the folder once complete.
+    After a stop, also by kill -9, the same call does the missing parts: no row is lost, and none is there twice.
 
     Args:
         input_path: a file, a folder of files, or a list of these; on every machine under the same path.
-        output_path: a folder, likewise; it is made if there is none.
+        output_path: a folder, likewise; it is made if it is missing.
         model, sampling_params, prompt_column, concurrency, ray_remote_args, engine_options: see ``generate``.
         pooling_params, prompt_name: see ``embed``.
         output_column: default: ``generated``, of vectors ``embedding``.
-        batch_size: rows of a part, completed at once by an actor. More keep the engine fuller, a stop loses less with
-            fewer.
+        batch_size: rows of a part, completed at once by an actor. More keep the engine fuller, fewer lose less at a
+            stop.
 
     Raises:
         ConfigError: Ray is not installed, an option is wrong, a file cannot be used, or the folder holds parts of
@@ -307,7 +161,7 @@ class _Parts:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Gives a file that is complete its name, in one step that a kill or a loss of power cannot divide."""
+    """Renames a complete file, in one step that a kill or a loss of power cannot divide."""
     with temporary.open("rb") as stream:
         os.fsync(stream.fileno())
     temporary.replace(target)
@@ -331,7 +185,7 @@ def _cut(files: list[Path], suffix: str, batch_size: int) -> list[_Part]:
 
 
 def _describe(files: list[Path], model: str, params: Params | None, columns: Columns, batch_size: int) -> bytes:
-    """What the parts of a folder have in common."""
+    """The parameters that all parts of a folder share."""
     content = {
         "files": [[path.name, path.stat().st_size] for path in files],
         "model": model,
@@ -343,11 +197,7 @@ def _describe(files: list[Path], model: str, params: Params | None, columns: Col
 
 
 def _prepare(folder: Path, description: bytes) -> None:
-    """Makes the folder, or compares what its parts were made of, and removes what a stopped run has left behind.
-
-    Raises:
-        ConfigError: it holds parts of something else, or cannot be written.
-    """
+    """Makes the folder, or compares the parameters of its parts, and removes unfinished files of a stopped run."""
     description_file = folder / DESCRIPTION
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -359,10 +209,138 @@ def _prepare(folder: Path, description: bytes) -> None:
             temporary.write_bytes(description)
             _publish(temporary, description_file)
             return
-        there = description_file.read_bytes()
+        earlier = description_file.read_bytes()
     except OSError as e:
         raise ConfigError(f"cannot write to {folder}: {e.strerror}") from None
-    if there != description:
-        before, now = msgspec.json.decode(there), msgspec.json.decode(description)
+    if earlier != description:
+        before, now = msgspec.json.decode(earlier), msgspec.json.decode(description)
         changed = ", ".join(name for name in now if before.get(name) != now[name])
         raise ConfigError(f"{folder} holds rows of a run with other {changed}; name another output_path")
+
+
+# File formats: how each is cut into parts, and how a part is answered and written.
+
+
+class Format(ABC):
+    """A file format."""
+
+    @abstractmethod
+    def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int]]:
+        """Parts of at most ``rows`` rows: start, in a unit of the format, and number of rows."""
+
+    @abstractmethod
+    def answer(self, path: Path, start: int, rows: int, generator: Generator, target: Path) -> int:
+        """Writes a part of ``path`` with its answers to ``target``; returns the number of failed rows."""
+
+
+class JsonLines(Format):
+    """A JSON object per line; parts begin at an offset in bytes. An invalid line fails alone."""
+
+    def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int]]:
+        offset = start = count = 0
+        with path.open("rb") as stream:
+            for line in stream:
+                if line.strip():
+                    if count == rows:
+                        yield start, count
+                        start, count = offset, 0
+                    count += 1
+                offset += len(line)
+        if count:
+            yield start, count
+
+    def answer(self, path: Path, start: int, rows: int, generator: Generator, target: Path) -> int:
+        parsed = [_parse(line) for line in _lines(path, start, rows)]
+        good, columns = [row for row in parsed if isinstance(row, dict)], generator.columns
+        for fields in good:
+            columns.check([columns.prompt, *fields])  # a row without a prompt fails alone
+        answers = iter(generator.answer([fields.get(columns.prompt) for fields in good]))
+        failed = 0
+        with target.open("wb") as stream:
+            for row in parsed:
+                if isinstance(row, str):
+                    line: dict[str, Any] = {columns.output: None, columns.error: row}
+                else:
+                    answer = next(answers)
+                    line = {**row, columns.output: answer.output, columns.error: answer.error}
+                failed += line[columns.error] is not None
+                stream.write(msgspec.json.encode(line) + b"\n")
+        return failed
+
+
+class Parquet(Format):
+    """Parquet; parts begin at a row. A row group in several parts is read for each of them."""
+
+    def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int]]:
+        total = self._open(path).metadata.num_rows
+        for start in range(0, total, rows):
+            yield start, min(rows, total - start)
+
+    def answer(self, path: Path, start: int, rows: int, generator: Generator, target: Path) -> int:
+        import pyarrow.parquet as pq
+
+        table = generator(self._read(path, start, rows))
+        pq.write_table(table, target)
+        return rows - int(table.column(generator.columns.error).null_count)
+
+    def _read(self, path: Path, start: int, rows: int) -> Any:
+        import pyarrow as pa
+
+        source, pieces, first = self._open(path), [], 0
+        for group in range(source.num_row_groups):
+            count = source.metadata.row_group(group).num_rows
+            low, high = max(start, first), min(start + rows, first + count)
+            if low < high:
+                pieces.append(source.read_row_group(group).slice(low - first, high - low))
+            first += count
+        return pa.concat_tables(pieces)
+
+    def _open(self, path: Path) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return pq.ParquetFile(path)
+        except pa.ArrowInvalid as e:
+            raise ConfigError(f"{path} is not a Parquet file: {e}") from None
+
+
+#: Suffix of files -> their format.
+FORMATS: dict[str, Format] = {".jsonl": JsonLines(), ".ndjson": JsonLines(), ".parquet": Parquet()}
+
+
+def find_files(paths: Sequence[Path]) -> tuple[list[Path], str]:
+    """The files that paths name, those in folders sorted by name, and their common suffix."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files += sorted(child for child in path.iterdir() if child.suffix in FORMATS and child.name[0] not in "._")
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise ConfigError(f"there is no file or folder {path}")
+    suffixes = {path.suffix for path in files}
+    if len(suffixes) != 1 or not suffixes <= FORMATS.keys():
+        raise ConfigError(
+            f"the input must be files of one format ({', '.join(FORMATS)}), not {sorted(suffixes) or 'none at all'}"
+        )
+    return files, suffixes.pop()
+
+
+def _lines(path: Path, offset: int, count: int) -> Iterator[bytes]:
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        for line in stream:
+            if line.strip():
+                yield line
+                count -= 1
+                if not count:
+                    return
+
+
+def _parse(line: bytes) -> dict[str, Any] | str:
+    """The object on a line, or an error."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        return f"the line is not a JSON object: {e}"

@@ -1,4 +1,4 @@
-"""Stages of Ray Data that complete prompts, or make vectors of texts, in a pool of actors with a model each."""
+"""Stages of Ray Data that complete prompts or embed texts in a pool of actors, each with a model of its own."""
 
 from __future__ import annotations
 
@@ -18,132 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# The model that an actor holds: a column of prompts in; texts, or vectors, and errors out.
-
-
-@dataclass(frozen=True)
-class Vectors:
-    """Asks for vectors in place of texts; see ``LLM.embed``."""
-
-    pooling_params: PoolingParams
-    prompt_name: str | None = None
-
-
-Params = SamplingParams | BeamSearchParams | Vectors
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The column of prompts and those that are added."""
-
-    prompt: str
-    output: str
-
-    @property
-    def error(self) -> str:
-        """The column that says why there is no output; null where there is one."""
-        return f"{self.output}_error"
-
-    def check(self, there: Sequence[str]) -> None:
-        """Refuses rows without prompts, and those that have a column of these names already.
-
-        Raises:
-            ConfigError: with the names of the columns.
-        """
-        if self.prompt not in there:
-            raise ConfigError(f"there is no column {self.prompt!r} (prompt_column); there are: {', '.join(there)}")
-        for name in (self.output, self.error):
-            if name in there:
-                raise ConfigError(f"there is a column {name!r} already; choose another output_column")
-
-
-@dataclass(frozen=True, slots=True)
-class RowAnswer:
-    """What became of a prompt: a text, several if the parameters ask for several completions, or a vector."""
-
-    output: str | list[str] | list[float] | None
-    error: str | None = None
-
-
-class Generator:
-    """Completes prompts: texts, token ids, or conversations (lists of messages, for the chat template).
-
-    Or it makes vectors of texts and token ids. The actor of ``octavo.data.generate`` and ``octavo.data.embed``.
-    """
-
-    def __init__(self, engine_options: Mapping[str, Any], params: Params | None, columns: Columns) -> None:
-        """Loads the model; without ``params`` it has its own defaults.
-
-        Raises:
-            OctavoError: it is unknown, unreadable, unsupported or too large.
-        """
-        from octavo.engine.llm import LLM
-
-        self._llm = LLM(**engine_options)
-        self._params: Params = params if params is not None else self._llm.get_default_sampling_params()
-        self.columns = columns
-
-    @property
-    def several(self) -> bool:
-        """Whether an answer is a list of texts."""
-        return isinstance(self._params, BeamSearchParams) or (
-            isinstance(self._params, SamplingParams) and self._params.n > 1
-        )
-
-    def answer(self, prompts: Sequence[Any]) -> list[RowAnswer]:
-        """The answers, in order; a prompt that cannot be served fails alone."""
-        prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
-        forms = "text or token ids" if isinstance(self._params, Vectors) else "text, token ids or messages"
-        answers = [RowAnswer(None, f"a prompt must be {forms}, not {prompt!r}"[:200]) for prompt in prompts]
-        chats = [i for i, prompt in enumerate(prompts) if _is_chat(prompt)]
-        texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, (str, list)) and not _is_chat(prompt)]
-        if isinstance(self._params, Vectors):
-            for i, answer in zip(texts, self._embed([prompts[i] for i in texts], self._params), strict=True):
-                answers[i] = answer
-            return answers
-        for indices, complete in ((texts, self._llm.generate), (chats, self._llm.chat)):
-            if not indices:
-                continue
-            outputs = complete([prompts[i] for i in indices], self._params, use_tqdm=False)
-            for i, output in zip(indices, outputs, strict=True):
-                answers[i] = self._make_answer(output)
-        return answers
-
-    def _embed(self, prompts: list[Any], vectors: Vectors) -> list[RowAnswer]:
-        if not prompts:
-            return []
-        outputs = self._llm.embed(
-            prompts, pooling_params=vectors.pooling_params, prompt_name=vectors.prompt_name, use_tqdm=False
-        )
-        results = [output.outputs for output in outputs]
-        return [RowAnswer(None if each.error else each.embedding, each.error) for each in results]
-
-    def __call__(self, table: pa.Table) -> pa.Table:
-        """The table with the columns of outputs and errors."""
-        import pyarrow as pa
-
-        columns = self.columns
-        columns.check(table.column_names)
-        answers = self.answer(table.column(columns.prompt).to_pylist())
-        kind = pa.list_(pa.string()) if self.several else pa.string()
-        if isinstance(self._params, Vectors):
-            kind = pa.list_(pa.float32())
-        table = table.append_column(columns.output, pa.array([answer.output for answer in answers], kind))
-        return table.append_column(columns.error, pa.array([answer.error for answer in answers], pa.string()))
-
-    def _make_answer(self, output: RequestOutput) -> RowAnswer:
-        for completion in output.outputs:
-            if completion.finish_reason not in ("stop", "length"):
-                return RowAnswer(None, completion.error or f"the request ended by {completion.finish_reason}")
-        texts = [completion.text for completion in output.outputs]
-        return RowAnswer(texts if self.several else texts[0])
-
-
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
-
-
-#: Prompts that an actor completes at once. More keep the engine fuller; a stop loses those that are under way.
+#: Prompts that an actor completes at once. More keep the engine fuller; a stop loses those in progress.
 BATCH_SIZE = 512
 
 
@@ -183,8 +58,15 @@ def generate(
     Raises:
         ConfigError: Ray is not installed, or an option is wrong.
     """
-    columns = Columns(prompt_column, output_column)
-    return _stage(dataset, model, engine_options, sampling_params, columns, batch_size, concurrency, ray_remote_args)
+    config = make_engine_config(model, engine_options)
+    return map_batches(
+        dataset,
+        Generator,
+        (config.model_dump(exclude_unset=True), sampling_params, Columns(prompt_column, output_column)),
+        batch_size=batch_size,
+        concurrency=concurrency,
+        ray_remote_args=ray_remote_args or default_resources(config),
+    )
 
 
 def embed(
@@ -214,37 +96,21 @@ def embed(
     Raises:
         ConfigError: Ray is not installed, or an option is wrong.
     """
-    params, columns = Vectors(pooling_params or PoolingParams(), prompt_name), Columns(prompt_column, output_column)
-    return _stage(dataset, model, engine_options, params, columns, batch_size, concurrency, ray_remote_args)
-
-
-def _stage(
-    dataset: Any,
-    model: str,
-    engine_options: Mapping[str, Any],
-    params: Params | None,
-    columns: Columns,
-    batch_size: int,
-    concurrency: int | tuple[int, int],
-    ray_remote_args: Mapping[str, Any] | None,
-) -> Any:
-    config = make_engine_config(model, engine_options)
-    return map_batches(
+    return generate(
         dataset,
-        Generator,
-        (config.model_dump(exclude_unset=True), params, columns),
-        batch_size=batch_size,
+        model=model,
+        sampling_params=Vectors(pooling_params or PoolingParams(), prompt_name),
+        prompt_column=prompt_column,
+        output_column=output_column,
         concurrency=concurrency,
-        ray_remote_args=ray_remote_args or default_resources(config),
+        batch_size=batch_size,
+        ray_remote_args=ray_remote_args,
+        **engine_options,
     )
 
 
 def import_ray() -> Any:
-    """The package ``ray.data``.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """The package ``ray.data``; raises ``ConfigError`` if it is not installed."""
     try:
         import ray.data
     except ImportError as e:
@@ -253,18 +119,14 @@ def import_ray() -> Any:
 
 
 def make_engine_config(model: str, engine_options: Mapping[str, Any]) -> EngineConfig:
-    """The options of the engines, resolved here, so that a wrong one fails before the job and all actors have the same.
-
-    Raises:
-        ConfigError: an option is wrong.
-    """
+    """The options of the engines, resolved here: a wrong one fails before the job, and all actors have the same."""
     # An actor has another working directory.
     folder = Path(model)
     return resolve_config({**engine_options, "model": str(folder.resolve()) if folder.exists() else str(model)})
 
 
 def default_resources(config: EngineConfig) -> dict[str, float]:
-    """What an actor takes of the cluster."""
+    """The cluster's resources for one actor."""
     import_ray()
     import ray
 
@@ -286,11 +148,7 @@ def map_batches(
     concurrency: int | tuple[int, int],
     ray_remote_args: Mapping[str, Any],
 ) -> Any:
-    """The data set with Arrow tables of ``batch_size`` rows passed through a pool of actors, made with the arguments.
-
-    Raises:
-        ConfigError: Ray is not installed, or a size is out of range.
-    """
+    """Passes the data set, as Arrow tables of ``batch_size`` rows, through a pool of actors made with the arguments."""
     ray_data = import_ray()
     least, most = (concurrency, concurrency) if isinstance(concurrency, int) else concurrency
     if not 1 <= least <= most:
@@ -305,3 +163,113 @@ def map_batches(
         compute=ray_data.ActorPoolStrategy(min_size=least, max_size=most),
         **ray_remote_args,
     )
+
+
+# The actor.
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Parameters of vectors in place of texts (``LLM.embed``)."""
+
+    pooling_params: PoolingParams
+    prompt_name: str | None = None
+
+
+Params = SamplingParams | BeamSearchParams | Vectors
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The column of prompts and the columns that are added."""
+
+    prompt: str
+    output: str
+
+    @property
+    def error(self) -> str:
+        """The column with the error of a prompt without output, else null."""
+        return f"{self.output}_error"
+
+    def check(self, there: Sequence[str]) -> None:
+        """Refuses rows without the column of prompts, and rows that have an added column already."""
+        if self.prompt not in there:
+            raise ConfigError(f"there is no column {self.prompt!r} (prompt_column); there are: {', '.join(there)}")
+        for name in (self.output, self.error):
+            if name in there:
+                raise ConfigError(f"there is a column {name!r} already; choose another output_column")
+
+
+@dataclass(frozen=True, slots=True)
+class RowAnswer:
+    """The output of a prompt: a text, a list of texts if the parameters have ``n > 1``, or a vector; or an error."""
+
+    output: str | list[str] | list[float] | None
+    error: str | None = None
+
+
+class Generator:
+    """Completes prompts: texts, token ids, or conversations (lists of messages, for the chat template).
+
+    With ``Vectors`` it embeds texts and token ids. It is the actor of ``generate`` and ``embed``.
+    """
+
+    def __init__(self, engine_options: Mapping[str, Any], params: Params | None, columns: Columns) -> None:
+        """Loads the model; without ``params`` it has its own defaults."""
+        from octavo.engine.llm import LLM
+
+        self._llm = LLM(**engine_options)
+        self._params: Params = params if params is not None else self._llm.get_default_sampling_params()
+        self.columns = columns
+
+    @property
+    def several(self) -> bool:
+        return isinstance(self._params, BeamSearchParams) or (
+            isinstance(self._params, SamplingParams) and self._params.n > 1
+        )
+
+    def answer(self, prompts: Sequence[Any]) -> list[RowAnswer]:
+        """The answers, in order; a prompt that cannot be served fails alone."""
+        prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
+        kinds = "text or token ids" if isinstance(self._params, Vectors) else "text, token ids or messages"
+        answers = [RowAnswer(None, f"a prompt must be {kinds}, not {prompt!r}"[:200]) for prompt in prompts]
+        chats = [i for i, prompt in enumerate(prompts) if _is_chat(prompt)]
+        texts = [i for i, prompt in enumerate(prompts) if isinstance(prompt, (str, list)) and not _is_chat(prompt)]
+        if isinstance(self._params, Vectors):
+            if texts:
+                pooling, name = self._params.pooling_params, self._params.prompt_name
+                inputs = [prompts[i] for i in texts]
+                vectors = self._llm.embed(inputs, pooling_params=pooling, prompt_name=name, use_tqdm=False)
+                for i, result in zip(texts, (vector.outputs for vector in vectors), strict=True):
+                    answers[i] = RowAnswer(None if result.error else result.embedding, result.error)
+            return answers
+        for indices, complete in ((texts, self._llm.generate), (chats, self._llm.chat)):
+            if not indices:
+                continue
+            outputs = complete([prompts[i] for i in indices], self._params, use_tqdm=False)
+            for i, output in zip(indices, outputs, strict=True):
+                answers[i] = self._make_answer(output)
+        return answers
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        import pyarrow as pa
+
+        columns = self.columns
+        columns.check(table.column_names)
+        answers = self.answer(table.column(columns.prompt).to_pylist())
+        kind = pa.list_(pa.string()) if self.several else pa.string()
+        if isinstance(self._params, Vectors):
+            kind = pa.list_(pa.float32())
+        table = table.append_column(columns.output, pa.array([answer.output for answer in answers], kind))
+        return table.append_column(columns.error, pa.array([answer.error for answer in answers], pa.string()))
+
+    def _make_answer(self, output: RequestOutput) -> RowAnswer:
+        for completion in output.outputs:
+            if completion.finish_reason not in ("stop", "length"):
+                return RowAnswer(None, completion.error or f"the request ended by {completion.finish_reason}")
+        texts = [completion.text for completion in output.outputs]
+        return RowAnswer(texts if self.several else texts[0])
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)

@@ -1,4 +1,4 @@
-"""The adapters of an engine by the names that requests give them."""
+"""The adapters of an engine by name (``AdapterRegistry``), and finding more of them while a server runs."""
 
 from __future__ import annotations
 
@@ -22,66 +22,59 @@ if TYPE_CHECKING:
     from octavo.loader.adapters import AdapterTargets, VirtualTokenSizes
 
 
-#: Most adapters that have a name at once, and most characters of a name.
+#: Most named adapters, and most characters of a name.
 MAX_ADAPTERS = 65536
 MAX_NAME = 256
-#: Names that a message lists.
+#: Most names in a message.
 _LISTED = 10
 
-#: Reads config and headers of the adapter of this name at this path, and the digest of its content.
+#: (name, path): reads the config and headers of an adapter, and the digest of its content.
 Check = Callable[[str, str], AdapterRef]
 
 
 @dataclass(slots=True)
 class Adapter:
-    """An adapter that requests may name."""
-
     ref: AdapterRef
     #: ``LoRARequest.lora_int_id``.
     number: int
-    #: Its path as it was given.
     path: str
-    #: Open requests that use it.
     num_requests: int = 0
-    #: It keeps its place in memory.
+    #: Whether it keeps its place in memory.
     pinned: bool = False
-    #: It takes no new requests, and is forgotten when its last one ends.
+    #: Whether it refuses new requests, and is removed after its last one.
     leaving: bool = False
-    #: Called when it is forgotten.
+    #: Called when it is removed.
     when_gone: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """What requests call it."""
         return self.ref.name
 
     @property
     def request(self) -> LoRARequest:
-        """What names it in a call."""
         return LoRARequest(self.name, self.number)
 
 
 class AdapterRegistry:
-    """Owns which names mean which adapters, and which open requests use them.
+    """Owns the names of adapters, and which open requests use them.
 
-    A name belongs to one adapter until it is removed, which is not while requests use it. Reading files (``read``) is
-    for any thread; the rest is for one.
+    A name belongs to one adapter until it is removed, which fails while requests use it. ``read`` may run in any
+    thread; all other methods are for one thread.
     """
 
     def __init__(self, check: Check, *, enabled: bool, reserved: Sequence[str] = ()) -> None:
-        """``enabled``: whether the engine serves adapters; ``reserved``: names of the model itself."""
+        """``enabled``: whether the engine serves adapters; ``reserved``: the model's own names."""
         self._check = check
         self._enabled = enabled
-        #: Names that no adapter may have.
         self.reserved = list(reserved)
         self._adapters: dict[str, Adapter] = {}
         self._by_number: dict[int, str] = {}
-        #: Names of the same content, by its key.
+        #: Names by the digest of the content.
         self._by_key: dict[str, list[str]] = {}
-        #: The name that each open request with an adapter gave, by group.
+        #: The adapter's name of each open request that has one, by group.
         self._open: dict[int, str] = {}
         self._last_number = 0
-        #: Called with the key of content that was pinned, when no pinned adapter has it any more.
+        #: Called with the digest of pinned content when its last pinned adapter is removed.
         self.on_unpin: Callable[[str], None] = lambda key: None
 
     def __iter__(self) -> Iterator[Adapter]:
@@ -102,12 +95,11 @@ class AdapterRegistry:
         return adapter
 
     def numbered(self, number: int) -> Adapter | None:
-        """The adapter of this ``lora_int_id``."""
         name = self._by_number.get(number)
         return None if name is None else self._adapters[name]
 
     def names_of(self, key: str) -> Sequence[str]:
-        """The names of adapters with the content of this digest, in the order in which they were loaded."""
+        """The names of the adapters with this digest, oldest first."""
         return self._by_key.get(key, ())
 
     def find(self, request: LoRARequest) -> AdapterRef | None:
@@ -122,7 +114,7 @@ class AdapterRegistry:
         adapter = self.get(request.lora_name)
         if adapter is None:
             if request.lora_path is None:
-                raise self._unknown(request.lora_name)
+                self.named(request.lora_name)  # raises
             return None
         if adapter.number != request.lora_int_id:
             raise AdapterError(
@@ -133,11 +125,7 @@ class AdapterRegistry:
         return _expected(request, adapter.ref) if same else None
 
     def read(self, request: LoRARequest) -> AdapterRef:
-        """Reads config and headers of the adapter at ``lora_path``, and the digest of its files.
-
-        Raises:
-            AdapterError: as ``find``; or there is no usable adapter for this model.
-        """
+        """Reads the config and the headers of the adapter at ``lora_path``, and the digest of its files."""
         self._check_request(request)
         if request.lora_path is None:
             raise AdapterError(f"adapter {request.lora_name!r} cannot be loaded without a lora_path")
@@ -148,13 +136,10 @@ class AdapterRegistry:
         return _expected(request, self._check(request.lora_name, os.fspath(request.lora_path)))
 
     def add(self, request: LoRARequest, ref: AdapterRef, *, in_place: bool = False) -> bool:
-        """Gives a name to an adapter that was ``read``; false if the name has the same content already.
+        """Names an adapter that was ``read``; False if the name has the same content already.
 
-        ``in_place``: a name that is taken means the new content from now on, which is not pinned; requests that run
-        keep the old one.
-
-        Raises:
-            AdapterConflictError: name or number are taken, or there are too many adapters.
+        ``in_place`` replaces the content of a name in use: running requests keep the old one, and the new one is not
+        pinned.
         """
         name, number, path = request.lora_name, request.lora_int_id, os.fspath(request.lora_path or ref.path)
         adapter = self.get(name)
@@ -182,11 +167,6 @@ class AdapterRegistry:
         return True
 
     def load(self, request: LoRARequest) -> AdapterRef:
-        """The adapter that a request names, read from its path if it is not loaded.
-
-        Raises:
-            AdapterError: see ``find``, ``read`` and ``add``.
-        """
         ref = self.find(request)
         if ref is None:
             self.add(request, self.read(request))
@@ -194,17 +174,12 @@ class AdapterRegistry:
         return ref
 
     def new_number(self) -> int:
-        """A number that no adapter has, another one at each call."""
+        """Returns an unused ``lora_int_id``; each call returns another one."""
         self._last_number = next(n for n in itertools.count(self._last_number + 1) if n not in self._by_number)
         return self._last_number
 
     def remove(self, name: str) -> None:
-        """Forgets an adapter that no request uses.
-
-        Raises:
-            AdapterNotFoundError: there is none of this name.
-            AdapterConflictError: requests use it.
-        """
+        """Removes an adapter; an ``AdapterConflictError`` if open requests use it."""
         adapter = self.named(name)
         if adapter.num_requests:
             raise AdapterConflictError(
@@ -214,11 +189,7 @@ class AdapterRegistry:
         self._forget(adapter)
 
     def retire(self, name: str, when_gone: Callable[[], None]) -> None:
-        """Refuses new requests of an adapter, forgets it when the last open one has ended, and calls ``when_gone``.
-
-        Raises:
-            AdapterNotFoundError: there is none of this name.
-        """
+        """Refuses new requests for an adapter and removes it after its last one; then calls ``when_gone``."""
         adapter = self.named(name)
         adapter.leaving = True
         adapter.when_gone.append(when_gone)
@@ -226,12 +197,11 @@ class AdapterRegistry:
             self._forget(adapter)
 
     def begin(self, group_id: int, ref: AdapterRef) -> None:
-        """A request that uses it is open."""
         self._open[group_id] = ref.name
         self._adapters[ref.name].num_requests += 1
 
     def end(self, group_id: int) -> None:
-        """A request has ended; nothing happens if it has no adapter."""
+        """Counts the end of a request, which may have no adapter."""
         name = self._open.pop(group_id, None)
         if name is None:
             return
@@ -241,7 +211,7 @@ class AdapterRegistry:
             self._forget(adapter)
 
     def open_requests(self) -> Iterator[tuple[int, str]]:
-        """Group and adapter's name of each open request that has one."""
+        """Yields the group id and the adapter's name of each open request that has an adapter."""
         return iter(self._open.items())
 
     def _unpin(self, adapter: Adapter) -> None:
@@ -263,20 +233,12 @@ class AdapterRegistry:
             call()
 
     def named(self, name: str) -> Adapter:
-        """The adapter of this name, also one that is being unloaded.
-
-        Raises:
-            AdapterNotFoundError: there is none.
-        """
         adapter = self._adapters.get(name)
         if adapter is None:
-            raise self._unknown(name)
+            names = list(self._adapters)
+            hint = did_you_mean(name, names if len(names) <= 1000 else [], f"loaded: {listed(names)}")
+            raise AdapterNotFoundError(f"no adapter {name!r} is loaded; {hint}")
         return adapter
-
-    def _unknown(self, name: str) -> AdapterNotFoundError:
-        names = list(self._adapters)
-        hint = did_you_mean(name, names if len(names) <= 1000 else [], f"loaded: {listed(names)}")
-        return AdapterNotFoundError(f"no adapter {name!r} is loaded; {hint}")
 
     def _check_request(self, request: LoRARequest) -> None:
         if not isinstance(request, LoRARequest):
@@ -296,7 +258,7 @@ class AdapterRegistry:
 
 
 def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry:
-    """The names of adapters of an engine, of which none is loaded. Libraries are imported by the first check."""
+    """Makes an empty registry; the first check of an adapter imports the libraries that it needs."""
 
     @functools.cache
     def targets() -> AdapterTargets:
@@ -323,7 +285,6 @@ def make_registry(options: EngineConfig, config: ModelConfig) -> AdapterRegistry
 
 
 def _expected(request: LoRARequest, ref: AdapterRef) -> AdapterRef:
-    """Refuses an adapter that is not what a ``PromptAdapterRequest`` says."""
     if isinstance(request, PromptAdapterRequest):
         expected, actual = request.num_virtual_tokens, ref.num_virtual_tokens
         if not actual:
@@ -336,41 +297,30 @@ def _expected(request: LoRARequest, ref: AdapterRef) -> AdapterRef:
 
 
 def check_name(name: str) -> None:
-    """Refuses what cannot be an adapter's name.
-
-    Raises:
-        AdapterError: it is no text, empty, longer than ``MAX_NAME``, or not printable.
-    """
     if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME or not name.isprintable():
         raise AdapterError(f"an adapter's name must be 1 to {MAX_NAME} printable characters, not {name!r:.300}")
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of the names, and how many there are besides."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more if names else "none"
 
 
-# Where a server finds adapters while it runs: one folder, and a resolver that finds them by name.
+# How a server finds adapters while it runs: in one folder, and with a resolver
 
-#: Most files of an adapter's folder that are looked at.
+#: Most files in an adapter's folder.
 _MAX_FILES = 1000
-#: Parts of a path that are no names.
+#: Path segments that are not names.
 _STEPS = frozenset({"", ".", ".."})
 
 
 def allowed_path(folder: Path, path: str) -> str:
-    """The real path of an adapter given by a path in ``folder``, absolute or relative to it.
-
-    Raises:
-        AdapterError: it is outside of the folder, also by a link, or one of its files is.
-        AdapterNotFoundError: there is nothing at it.
-    """
+    """Resolves an adapter's path, absolute or relative to ``folder``; a path or a link out of the folder is refused."""
     if "\0" in path:
         raise AdapterError("lora_path must not contain a null character")
     root = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(root / path))
-    # Whether a path outside exists is not said.
+    # The error does not tell whether a path outside exists.
     if not real.is_relative_to(root) or real == root:
         raise AdapterError(f"lora_path {path!r:.300} is not within the folder of adapters that this server allows")
     if not real.exists():
@@ -387,11 +337,7 @@ def allowed_path(folder: Path, path: str) -> str:
 
 
 def check_paths(paths: Collection[str]) -> None:
-    """Refuses paths where no adapter lies, before the model that they are for is loaded.
-
-    Raises:
-        AdapterError: naming the first.
-    """
+    """Checks the adapters' paths before the model is loaded."""
     if paths:
         from octavo.loader.adapters import check_adapter_path
 
@@ -400,7 +346,7 @@ def check_paths(paths: Collection[str]) -> None:
 
 
 class AdapterResolver(ABC):
-    """Finds an adapter by its name when a request first names it. Called in a thread, for one name once at a time."""
+    """Finds an adapter when a request first names it. Runs in a thread, at most once at a time for a name."""
 
     def __init__(self, folder: Path | None) -> None:
         """``folder``: the server's option ``lora_folder``."""
@@ -408,18 +354,17 @@ class AdapterResolver(ABC):
 
     @abstractmethod
     def resolve(self, name: str) -> str | None:
-        """The path of the adapter of this name; None: there is none.
+        """Returns the path of the adapter, or None if there is none.
 
-        With ``lora_folder`` the path must be in that folder. The name is what a client sent: 1 to 256 printable
-        characters, without empty parts, ``.`` and ``..`` between slashes.
+        With ``lora_folder`` the path must be in that folder. The name is the client's: 1 to 256 printable characters,
+        without empty parts, ``.`` or ``..`` between slashes.
         """
 
 
 class FolderResolver(AdapterResolver):
-    """Takes ``lora_folder/NAME``, a folder, or ``lora_folder/NAME.gguf``."""
+    """Resolves NAME to ``lora_folder/NAME``, a folder, or to ``lora_folder/NAME.gguf``."""
 
     def resolve(self, name: str) -> str | None:
-        """See ``AdapterResolver``. A name with a separator, or that begins with a period, has no adapter."""
         if self.folder is None or name.startswith(".") or "/" in name or "\\" in name:
             return None
         for path in (self.folder / name, self.folder / f"{name}.gguf"):
@@ -432,11 +377,6 @@ RESOLVERS: Mapping[str, type[AdapterResolver]] = {"folder": FolderResolver}
 
 
 def make_resolver(name: str | None, folder: Path | None) -> AdapterResolver | None:
-    """The resolver of this name, or of ``module:Class``.
-
-    Raises:
-        ConfigError: there is none.
-    """
     if name is None:
         return None
     kind = load_class(name, RESOLVERS, AdapterResolver, "lora_resolver", "octavo.engine.adapters.AdapterResolver")
@@ -444,12 +384,8 @@ def make_resolver(name: str | None, folder: Path | None) -> AdapterResolver | No
 
 
 def find_by_name(resolver: AdapterResolver, name: str) -> str | None:
-    """The real path of the adapter that a resolver finds; None: there is none.
-
-    Raises:
-        AdapterError: it lies outside of the resolver's folder.
-    """
-    # What a resolver joins to a folder must not lead out of it, whoever wrote the resolver.
+    """Returns the real path of the adapter that a resolver finds, or None; a path outside its folder is refused."""
+    # A resolver may join the name to a folder: the name must not lead out of it.
     if len(name) > MAX_NAME or not name.isprintable() or not _STEPS.isdisjoint(re.split(r"[/\\]", name)):
         return None
     path = resolver.resolve(name)

@@ -50,22 +50,662 @@ if TYPE_CHECKING:
     from octavo.speech.segments import Segment, Transcription
     from octavo.speech.transcription import TranscriptionParams
 
+logger = logging.getLogger("octavo")
+#: What happens to open requests in ``AsyncLLM.pause_generation``.
+PauseMode = Literal["abort", "wait", "keep"]
+#: Sequences of a step processed before the event loop runs other tasks; each takes some 20 microseconds.
+MAX_SEQUENCES_AT_ONCE = 64
 
-# The requests of ``AsyncLLM``: the output of each as an async iterator, and how many wait.
+
+class AsyncLLM:
+    """A model that serves many requests at once; its engine cores are other processes, so no step waits for this one.
+
+    >>> llm = AsyncLLM("smollm2-135m", max_num_seqs=64)
+    >>> async for output in llm.generate("a", "The capital of France is", SamplingParams(max_tokens=8)):
+    ...     print(output.outputs[0].text)
+    >>> await llm.shutdown()
+
+    Made like an ``LLM``. The first awaited call, a request or ``ready()``, loads the model; ``async with`` does so and
+    shuts it down. ``front_end`` and the attributes after it exist from then on. A bad request raises
+    ``InvalidRequestError``; the others continue. All methods are for one event loop.
+    """
+
+    front_end: FrontEnd
+    tokenizer: Tokenizer
+    inputs: InputProcessor
+    adapters: AdapterRegistry
+    model_config: ModelConfig
+    #: Longest sequence in tokens, prompt and output together.
+    max_model_len: int
+    startup_profiles: list[ProcessProfile]
+    _replicas: Replicas
+    _migration: Migration
+
+    def __init__(
+        self, model: str | os.PathLike[str] | EngineConfig, *, stat_loggers: Sequence[StatLogger] = (), **options: Any
+    ) -> None:
+        """Checks the options, those of ``LLM``, or an ``EngineConfig`` with all of them; loads nothing yet.
+
+        Raises:
+            ConfigError: an option is unknown or wrong, or names a missing class.
+        """
+        if not isinstance(model, EngineConfig):
+            self.config = resolve_config({"model": os.fspath(model), **options})
+        elif options:
+            raise ConfigError(f"the options {', '.join(options)} must be given in the EngineConfig, or without one")
+        else:
+            self.config = model
+        check_classes(self.config)
+        self.stat_loggers: list[StatLogger] = [*make_stat_loggers(self.config), *stat_loggers]
+        #: Set when all cores are lost for good, but not by ``shutdown``.
+        self.died = asyncio.Event()
+        self.is_sleeping = False
+        #: Cleared while generation is paused.
+        self._accepts = asyncio.Event()
+        self._accepts.set()
+        self._end: Awaitable[None] | None = None
+        self._loading = asyncio.Lock()
+        self._loaded = False
+        self._open = _OpenStreams()
+        self._error: EngineDeadError | None = None
+        #: Whether open requests may finish during the shutdown.
+        self._lets_finish = False
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, process: CoreProcess | None = None, *, stat_loggers: Sequence[StatLogger] = ()
+    ) -> Self:
+        """Returns an engine that is ready; see ``ready``."""
+        try:
+            llm = cls(config, stat_loggers=stat_loggers)
+        except BaseException:
+            if process is not None:
+                await process.end_and_wait()
+            raise
+        await llm.ready(process)
+        return llm
+
+    async def ready(self, process: CoreProcess | None = None) -> None:
+        """Starts the core's process, or takes one that was started before, and waits until its model is loaded.
+
+        Requests call it if needed. A program with slow imports starts the ``CoreProcess`` before them. A core that does
+        no step for ``step_timeout`` seconds while requests are open is killed, as if it had died.
+
+        Raises:
+            OctavoError: as ``LLM``: the model is unknown, unreadable, unsupported or too large.
+            EngineDeadError: the process ended while it loaded, or the engine was shut down.
+        """
+        async with self._loading:
+            self.check_alive()
+            if self._loaded:
+                return
+            process = process or CoreProcess()
+            try:
+                await self._load(process)
+            except BaseException:
+                await process.end_and_wait()
+                raise
+            self._replicas.watch(self.config.step_timeout)
+            try:
+                prefixes = self.front_end.prefixes
+                for text, name in self.front_end.files.prefixes:
+                    await self._compute_prefix(prefixes.add(text, name))
+            except BaseException as e:
+                self._error = EngineDeadError(f"the engine could not be made ready: {e}")
+                await self._replicas.close()
+                raise
+            self._loaded = True
+
+    async def _load(self, process: CoreProcess) -> None:
+        config, loop = self.config, asyncio.get_running_loop()
+        more = [CoreProcess() for _ in range(config.data_parallel_size - 1)]
+        self._replicas = replicas = Replicas([process, *more], config)
+        clients = [replica.client for replica in replicas.all]
+        start = partial(
+            replicas.starter.begin, clients, config.model_dump(exclude_unset=True), logger.getEffectiveLevel()
+        )
+        try:
+            with phase("model files and tokenizer"):
+                model = await asyncio.to_thread(find_model, config, partial(loop.call_soon_threadsafe, start))
+            replicas.starter.description = await asyncio.to_thread(description_digest, model.folder)
+            if config.enable_lora:  # imported now, so that the first adapter delays no request
+                await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters")
+            with phase("waiting for the engine core"):
+                ready = await replicas.ready()
+        except BaseException:
+            await replicas.kill()
+            raise
+        self.front_end = front_end = FrontEnd(
+            model.with_config(ready.model_config), ready.max_model_len, crosses_process=True
+        )
+        self.tokenizer, self.inputs, self.adapters = front_end.tokenizer, front_end.inputs, front_end.adapters
+        self.model_config, self.max_model_len = ready.model_config, ready.max_model_len
+        self.startup_profiles = ready.profiles
+        self.adapters.on_unpin = lambda key: replicas.send_all(Call(NO_REPLY, "unpin_adapter", [key]))
+        replicas.on_step, replicas.on_start = self._receive, self._make_like_others
+        self._migration = Migration(replicas)
+        replicas.on_death, replicas.requests.on_failed = self._die, self._fail
+
+    async def __aenter__(self) -> Self:
+        await self.ready()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: Params | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        *,
+        streaming: bool = True,
+        kind: RequestOutputKind = RequestOutputKind.DELTA,
+        **keywords: Any,
+    ) -> RequestStream:
+        """Checks and queues a request. If ``streaming``, outputs are of ``kind``; else there is one, with everything.
+
+        ``output_kind`` of the parameters overrides ``kind``. ``keywords``: fields of ``options``.
+
+        Raises:
+            InvalidRequestError: the request cannot be served.
+            ClientLimitError: the client has used up its seconds for compiling (``Sandbox``).
+            AdapterError: its adapter cannot be used.
+            EngineDeadError: the engine has died or is being shut down.
+            EngineStateError: the engine is sleeping.
+            OctavoError: for the first request, as ``ready``.
+        """
+        options = options_from_keywords("submit", keywords, options)
+        kind = kind if streaming else RequestOutputKind.FINAL_ONLY
+        if isinstance(prompt, (SamplingParams, BeamSearchParams, PoolingParams)):
+            raise InvalidRequestError("a request is given as request_id, prompt, parameters, in this order")
+        if not self._loaded:
+            await self.ready()
+        while True:
+            await self._accepts.wait()
+            self.check_alive()
+            with self._open.preparing():
+                prompt, options, adapter = await self.front_end.prepare(prompt, params, options)
+                if not self._accepts.is_set():
+                    continue
+                # Nothing is awaited below: the adapter stays loaded until the request counts as its user.
+                self._check_accepts("a request", has_begun=True)
+                return self._send(self.front_end.add(request_id, prompt, params, options, adapter, kind))
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        streaming: bool = True,
+        **keywords: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Iterates over the outputs of one request, each with everything so far; ``submit`` gives increments instead.
+
+        ``output_kind`` DELTA of the parameters gives increments too, FINAL_ONLY one output, as ``streaming=False``
+        does. The request is aborted if the iteration is left early or its task is cancelled. ``keywords``: the fields
+        of ``RequestOptions``, and those of other engines, see ``LLM``. Raises as ``submit``.
+        """
+        options = options_from_keywords("generate", keywords)
+        kind = RequestOutputKind.CUMULATIVE if streaming else RequestOutputKind.FINAL_ONLY
+        with contextlib.closing(await self.submit(request_id, prompt, sampling_params, options, kind=kind)) as stream:
+            async for output in stream:
+                yield output
+
+    async def pool(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        **keywords: Any,
+    ) -> Pooled:
+        """Computes the vector or scores of a prompt (``PoolingOutput``); raises as ``submit``. Cancelling aborts it."""
+        stream = await self.submit(request_id, prompt, params, options, streaming=False, **keywords)
+        with contextlib.closing(stream):
+            output: Any = await anext(stream)
+        return output
+
+    async def transcribe(
+        self,
+        request_id: str,
+        audio: Audio | OpenedAudio | SandboxRecording,
+        params: TranscriptionParams | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        *,
+        limits: AudioLimits | None = None,
+        scores: bool = False,
+        **keywords: Any,
+    ) -> AsyncGenerator[Segment | Transcription, None]:
+        """Iterates over the segments of a recording as they become certain, and at last yields the whole.
+
+        Its windows are requests with its priority and arrival time; they end if the iteration is left. ``audio``,
+        ``params`` and ``limits`` as in ``LLM.transcribe``. Files are decoded in threads of this process, which have
+        ended when the iteration is left or cancelled; files of strangers must come from ``AudioReader.open``, which
+        decodes them in the sandbox. ``scores``: segments always have ``no_speech_prob``.
+
+        Raises:
+            InvalidRequestError: the model takes no audio or cannot do what is asked, or as ``Recording``.
+            WorkerError: the engine failed at a window.
+            EngineDeadError, EngineStateError: as ``submit``.
+        """
+        await self.ready()
+        options = options_from_keywords("transcribe", keywords, options)
+        from octavo.engine.transcription import transcribe_stream
+        from octavo.speech.audio_files import DEFAULT_LIMITS
+        from octavo.speech.transcription import TranscriptionParams
+
+        params, limits = params or TranscriptionParams(), limits or DEFAULT_LIMITS
+        stream = transcribe_stream(self, request_id, audio, params, options, limits, scores=scores)
+        async with contextlib.aclosing(stream) as segments:
+            async for segment in segments:
+                yield segment
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its stream gives its last output. No effect if it is not open."""
+        self._abort(request_id)
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        await self.ready()
+        return self.tokenizer
+
+    def _check_accepts(self, what: str, *, has_begun: bool = False) -> None:
+        if not (has_begun and self._lets_finish):
+            self.check_alive()
+        if self.is_sleeping:
+            raise EngineStateError(f"the engine sleeps: wake_up(), or POST /wake_up, must come before {what}")
+
+    def _send(self, request: RequestState, replica: int | None = None) -> RequestStream:
+        """Gives a request to ``replica``, or to the one that the router chooses."""
+        try:
+            self._replicas.requests.add(request, replica)
+        except OctavoError:
+            self.front_end.outputs.discard(request)
+            raise
+        return self._open.add(request, self._abandon)
+
+    def _abort(self, request_id: str) -> None:
+        request = self.front_end.outputs.abort(request_id) if self._loaded else None
+        if request is not None:
+            self._replicas.requests.send(request.group_id, Abort(request.group_id))
+            self._notify(request)
+
+    def _abandon(self, request: RequestState) -> None:
+        """Aborts a request whose stream was closed."""
+        if self._open.has(request):
+            self._replicas.requests.send(request.group_id, Abort(request.group_id))
+            self.front_end.outputs.discard(request)
+            self._forget(request)
+
+    def _forget(self, request: RequestState) -> RequestStream:
+        self._replicas.requests.forget(request.group_id)
+        return self._open.remove(request)
+
+    # --- outputs of the cores -----------------------------------------------------------------------------------------
+
+    async def _receive(self, step: StepDone) -> None:
+        """Passes the outputs of a step to the streams, and tells the core which sequences a stop string has ended."""
+        for admission in step.outputs.admissions:
+            self._open.queued.remove(admission.group_id)
+        for part in step.outputs.parts(MAX_SEQUENCES_AT_ONCE):
+            ready, stopped = self.front_end.outputs.process(part)
+            for group_id, index in stopped:
+                self._replicas.requests.send(group_id, Stop(group_id, index))
+            for request in ready:
+                self._notify(request)
+            await asyncio.sleep(0)
+        log_stats(self.stat_loggers, step.stats)
+
+    def _notify(self, request: RequestState) -> None:
+        stream = self._forget(request) if request.finished else self._open.of(request)
+        stream.notify()
+
+    def _fail(self, request: RequestState, reason: str) -> None:
+        end = GroupOutput(request.group_id, SequenceStatus.FINISHED_ERROR.value, reason)
+        self.front_end.outputs.process(EngineCoreOutputs(groups=[end]))
+        self._notify(request)
+
+    async def _make_like_others(self, number: int) -> None:
+        """Gives a new core the engine's state: sleep, pause, pinned adapters, shared prefixes."""
+        client = self._replicas.all[number].client
+        if self.is_sleeping:
+            await client.call("sleep", type(None), 1)
+            return
+        if self._replicas.paused:
+            await client.call("pause", type(None), True)
+        for adapter in self.adapters:
+            if adapter.pinned:
+                await client.call("pin_adapter", type(None), adapter.ref)
+        for prefix in self.front_end.prefixes:
+            await self._compute_prefix_on(number, prefix)
+
+    def _die(self, error: OctavoError) -> None:
+        """Fails every open request: all cores are lost for good."""
+        self._error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        self._lets_finish = False
+        self._accepts.set()
+        logger.critical("%s", self._error)
+        for stream in self._open:
+            self.front_end.outputs.discard(stream.request)
+            self._forget(stream.request).fail(self._error)
+        self.died.set()
+
+    # --- shutdown -----------------------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float = 0.0) -> Awaitable[None]:
+        """Refuses new requests, gives open ones ``timeout`` seconds, aborts the rest and ends the cores.
+
+        Takes effect at once, even if it is not awaited. Where no event loop runs any more, the cores are killed.
+        """
+        if self._error is None:
+            self._lets_finish, self._error = True, EngineDeadError("the engine has been shut down")
+        self._accepts.set()
+        try:
+            task = self._end = asyncio.get_running_loop().create_task(self._shut_down(timeout))
+        except RuntimeError:
+            self._end_now()
+            return _Ended()
+        task.add_done_callback(lambda task: self._end_now() if task.cancelled() else None)  # as the loop ends
+        return task
+
+    def _end_now(self) -> None:
+        if self._loaded:
+            self._replicas.end()
+
+    def _abort_all(self) -> None:
+        for stream in self._open:
+            self._abort(stream.request.request_id)
+
+    async def _shut_down(self, timeout: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._open.wait_idle()
+        self._lets_finish = False
+        self._abort_all()
+        async with self._loading:  # a core that is loading is not left behind
+            if self._loaded:
+                await self._replicas.close()
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def check_alive(self) -> None:
+        """Raises ``EngineDeadError`` if the engine has died or is being shut down."""
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a core serves requests now; if one is being restarted, requests wait for it."""
+        return self._error is None and self._loaded and self._replicas.is_available
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    @property
+    def num_queued(self) -> int:
+        """Open requests that have not begun."""
+        return len(self._open.queued.lengths)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of these requests."""
+        return self._open.queued.tokens
+
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds after which a core that is being started may be ready."""
+        return max(1, math.ceil(self._replicas.starter.start_seconds))
+
+    def replica_states(self) -> list[ReplicaState]:
+        """The engine's replicas as they are now."""
+        return [replica.state() for replica in self._replicas.all] if self._loaded else []
+
+    @property
+    def num_standby(self) -> int:
+        """Engine cores in reserve that are ready."""
+        return self._replicas.starter.num_reserve if self._loaded else 0
+
+    @property
+    def num_resumed(self) -> int:
+        """Requests that continued at another core, or at a restarted one."""
+        return self._replicas.requests.num_resumed if self._loaded else 0
+
+    async def stats(self) -> SchedulerStats:
+        """Queues and blocks between two steps, and totals, summed over the replicas."""
+        return sum_stats(await self.replica_stats())
+
+    async def replica_stats(self) -> list[SchedulerStats]:
+        """``stats`` of each living replica."""
+        await self.ready()
+        return await self._replicas.call("stats", SchedulerStats)
+
+    async def engine_views(self, *, fresh: bool = False) -> list[EngineView]:
+        """The blocks, queues and new steps (``fresh``: all recorded ones) of each living replica. For one watcher."""
+        await self.ready()
+        views = await self._replicas.views(fresh)
+        for view in views:
+            name_requests(view, self.front_end.outputs.id_of_group)
+            name_adapters(view, self.adapters.names_of)
+        return views
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> bool:
+        """Loads an adapter beside the running requests; see ``LLMEngine.add_lora``."""
+        await self.ready()
+        ref = await asyncio.to_thread(self.adapters.read, lora_request)
+        return self.adapters.add(lora_request, ref, in_place=load_inplace)
+
+    async def remove_lora(self, lora_id: int, *, wait: bool = False) -> bool:
+        """Removes the adapter of this ``lora_int_id``; False if there is none.
+
+        ``AdapterConflictError`` if requests use it; with ``wait`` it takes no new ones and is removed after the last,
+        even if this call is cancelled before.
+        """
+        await self.ready()
+        adapter = self.adapters.numbered(lora_id)
+        if adapter is None:
+            return False
+        if wait:
+            gone = asyncio.Event()
+            self.adapters.retire(adapter.name, gone.set)
+            await gone.wait()
+        else:
+            self.adapters.remove(adapter.name)
+        return True
+
+    async def list_loras(self) -> set[int]:
+        """The ``lora_int_id`` of each adapter that requests may name."""
+        await self.ready()
+        return {adapter.number for adapter in self.adapters}
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Keeps an adapter in host memory and in a slot until it is removed; see ``LLMEngine.pin_lora``."""
+        await self.ready()
+        adapter = self.adapters.numbered(lora_id)
+        if adapter is None:
+            return False
+        await self._replicas.call("pin_adapter", type(None), adapter.ref)
+        adapter.pinned = True
+        return True
+
+    def adapter_requests(self) -> Iterator[tuple[str, str]]:
+        """Yields, for each open request with an adapter, the adapter's name and "running" or "waiting"."""
+        waiting = self._open.queued.lengths
+        return ((name, "waiting" if i in waiting else "running") for i, name in self.adapters.open_requests())
+
+    # --- replicas and workers -----------------------------------------------------------------------------------------
+
+    async def drain_replica(self, number: int) -> int:
+        """Stops new requests for a replica and moves its open ones (``Migration.drain``); returns how many."""
+        await self.ready()
+        return await self._migration.drain(number)
+
+    async def undrain_replica(self, number: int) -> None:
+        """Lets a drained replica take requests again; ``ConfigError`` if there is no such replica."""
+        await self.ready()
+        self._migration.undrain(number)
+
+    async def restart_replicas(self) -> None:
+        """Restarts the cores one after the other (``Migration.restart``). No stream breaks.
+
+        Raises:
+            EngineStateError: a restart is in progress, or the engine sleeps.
+            ConfigError: the model's configuration or tokenizer has changed.
+            OctavoError: a core could not be started.
+        """
+        await self.ready()
+        self._check_accepts("restart_replicas()")
+        await self._migration.restart()
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """``LLM.collective_rpc`` on all replicas: the answers of all workers, replica by replica."""
+        await self.ready()
+        name = method if isinstance(method, str) else function_name(method)
+        answers = await self._replicas.call("collective_rpc", list, name, list(args), dict(kwargs or {}), timeout)
+        return [answer for replica in answers for answer in replica]
+
+    # --- pauses and sleep ---------------------------------------------------------------------------------------------
+
+    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Stops between two steps until ``resume_generation``, for which new requests wait: to change the weights.
+
+        Args:
+            mode: open requests are aborted ("abort"), end before this returns ("wait"), or continue later ("keep").
+            clear_cache: resets the prefix cache, except with "keep", whose requests continue in it;
+                ``reset_prefix_cache(reset_running_requests=True)`` resets both.
+
+        Raises:
+            ConfigError: there is no such mode.
+        """
+        if mode not in get_args(PauseMode):
+            raise ConfigError(f"mode must be {', '.join(get_args(PauseMode))}, not {mode!r}")
+        await self.ready()
+        self._accepts.clear()
+        if mode == "keep" and self.num_open:
+            self._replicas.paused = True
+            await self._replicas.call("pause", type(None), True)
+        if mode == "keep":
+            return
+        if mode == "abort":
+            self._abort_all()
+        await self._open.wait_no_streams()
+        if clear_cache:
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        """Continues after ``pause_generation``; no effect if it is not paused."""
+        await self.ready()
+        await self._replicas.call("pause", type(None), False)
+        self._replicas.paused = False
+        self._accepts.set()
+
+    async def is_paused(self) -> bool:
+        """Whether new requests wait for ``resume_generation``."""
+        return not self._accepts.is_set()
+
+    async def sleep(self, level: int = 1) -> None:
+        """Frees the engine's memory until ``wake_up``; see ``LLM.sleep`` for the levels and errors."""
+        await self.ready()
+        if self.num_open:
+            raise EngineStateError(f"{self.num_open} requests are unfinished: let them end or abort them first")
+        self.is_sleeping = True  # from now on requests are refused
+        try:
+            await self._replicas.call("sleep", type(None), level)
+        except OctavoError:
+            self.is_sleeping = False
+            raise
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        """Restores weights, KV cache, pinned adapters and shared prefixes; see ``LLM.wake_up``."""
+        await self.ready()
+        awake = all(await self._replicas.call("wake_up", bool, tags))
+        was_sleeping, self.is_sleeping = self.is_sleeping, not awake
+        if was_sleeping and awake:
+            for adapter in self.adapters:
+                if adapter.pinned:
+                    await self._replicas.call("pin_adapter", type(None), adapter.ref)
+            for prefix in self.front_end.prefixes:
+                await self._compute_prefix(prefix)
+        return awake
+
+    # --- prefix cache -------------------------------------------------------------------------------------------------
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See ``LLM.reset_prefix_cache``."""
+        await self.ready()
+        await self._replicas.call("reset_prefix_cache", type(None), reset_running_requests)
+        self._replicas.requests.router.forget_prefixes()
+        return True
+
+    async def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
+        """``LLM.add_shared_prefix``, beside the running requests."""
+        await self.ready()
+        prompt = await self.front_end.tokenize(prompt)
+        self._check_accepts("a shared prefix")
+        prefix = self.front_end.prefixes.add(prompt, name)
+        await self._compute_prefix(prefix)
+        return prefix.name
+
+    async def remove_shared_prefix(self, name: str) -> None:
+        """Releases a shared prefix, even while it is computed; ``ConfigError`` if there is none of this name."""
+        await self.ready()
+        self.front_end.prefixes.remove(name)
+        await self.abort(request_id_of(name))
+        self._replicas.send_all(Unpin(name))
+
+    def shared_prefixes(self) -> list[SharedPrefix]:
+        """The shared prefixes, in the order in which they were added."""
+        return list(self.front_end.prefixes) if self._loaded else []
+
+    async def _compute_prefix(self, prefix: SharedPrefix) -> None:
+        prefixes, computed = self.front_end.prefixes, None
+        try:
+            for replica in self._replicas.living:  # each has a KV cache of its own
+                output = await self._compute_prefix_on(replica, prefix)
+                if output.outputs[0].error != CORE_ENDED:  # its next core will compute all prefixes
+                    computed = output
+        except BaseException:  # such as a cancellation
+            prefixes.discard(prefix)
+            self._replicas.send_all(Unpin(prefix.name))
+            raise
+        if computed is not None:
+            prefixes.check(prefix, computed)
+
+    async def _compute_prefix_on(self, replica: int, prefix: SharedPrefix) -> RequestOutput:
+        request = self.front_end.outputs.open(self.front_end.prefixes.request(prefix), RequestOutputKind.FINAL_ONLY)
+        with contextlib.closing(self._send(request, replica)) as stream:
+            return await anext(stream)
+
+
+class _Ended:
+    """Returns None when awaited; unlike a coroutine it need not be."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
 
 
 class RequestStream:
-    """The output of one request in increments; the last one is finished.
+    """Iterates over the output of one request in increments; the last one is finished.
 
-    Increments that are not read yet are merged into one: a slow reader gets fewer of them and misses nothing. The
-    request runs to its end unless ``close`` is called.
-
-    Raises (while iterating):
-        EngineDeadError: the engine died before the request's end.
+    Unread increments are merged, so a slow reader gets fewer of them and misses nothing. The request runs to its end
+    unless ``close`` is called. Iteration raises ``EngineDeadError`` if the engine dies first.
     """
 
     def __init__(self, request: RequestState, on_close: Callable[[RequestState], None]) -> None:
-        """``on_close`` aborts the request unless it has ended."""
         self.request = request
         self._on_close = on_close
         self._unread = self._ended = False
@@ -95,7 +735,7 @@ class RequestStream:
         self._on_close(self.request)
 
     def notify(self) -> None:
-        """The request has new output."""
+        """Called when the request has new output."""
         self._unread = True
         self._changed.set()
 
@@ -107,797 +747,80 @@ class RequestStream:
 
 @dataclass(slots=True)
 class QueuedTokens:
-    """Prompt tokens of the requests of which nothing has been computed yet, by group or another name."""
+    """Prompt tokens of the requests that have not begun, by group or another key."""
 
     lengths: dict[Hashable, int] = field(default_factory=dict)
     tokens: int = 0
 
     def add(self, group_id: Hashable, length: int) -> None:
-        """A request with a prompt of this length waits."""
+        """Adds a request with ``length`` prompt tokens."""
         self.lengths[group_id] = length
         self.tokens += length
 
     def remove(self, group_id: Hashable) -> None:
-        """It waits no more; nothing happens if it did not."""
+        """Removes a request, if it is there."""
         self.tokens -= self.lengths.pop(group_id, 0)
 
 
-# The requests of an ``AsyncLLM`` that have begun and not ended: streams, and those that are still being prepared.
-
-
-class OpenStreams:
-    """Owns the streams of open requests, and knows when nothing is open."""
+class _OpenStreams:
+    """Owns the streams of open requests and counts those being prepared."""
 
     def __init__(self) -> None:
         self.queued = QueuedTokens()
         self._streams: dict[str, RequestStream] = {}
         self._num_preparing = 0
         #: Set while there is no stream; and while, besides, nothing is being prepared.
-        self._no_stream, self._nothing = asyncio.Event(), asyncio.Event()
-        self._tell()
+        self._no_streams, self._idle = asyncio.Event(), asyncio.Event()
+        self._update_events()
 
     def __len__(self) -> int:
         return len(self._streams)
 
     def __iter__(self) -> Iterator[RequestStream]:
-        """Of the streams that there are now; they may end meanwhile."""
         return iter(list(self._streams.values()))
 
     def has(self, request: RequestState) -> bool:
-        """Whether the request is open; another may have its id since it has ended."""
+        """Whether the request is open; its id may belong to another one since it ended."""
         stream = self._streams.get(request.request_id)
         return stream is not None and stream.request is request
 
     def of(self, request: RequestState) -> RequestStream:
-        """The stream of an open request."""
         return self._streams[request.request_id]
 
     def add(self, request: RequestState, on_close: Callable[[RequestState], None]) -> RequestStream:
-        """Opens a request's stream; ``on_close`` is called when its reader closes it."""
         stream = self._streams[request.request_id] = RequestStream(request, on_close)
         self.queued.add(request.group_id, len(request.prompt_token_ids))
-        self._tell()
+        self._update_events()
         return stream
 
     def remove(self, request: RequestState) -> RequestStream:
-        """Its stream, which ends."""
         self.queued.remove(request.group_id)
         stream = self._streams.pop(request.request_id)
-        self._tell()
+        self._update_events()
         return stream
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """A request is tokenized, its images are decoded, its grammar is compiled: before it has a stream."""
+        """Counts a request that has no stream yet: it is tokenized, its images and grammar are processed."""
         self._num_preparing += 1
-        self._tell()
+        self._update_events()
         try:
             yield
         finally:
             self._num_preparing -= 1
-            self._tell()
+            self._update_events()
 
-    async def no_stream(self) -> None:
-        """Waits until no stream is open."""
-        await self._no_stream.wait()
+    async def wait_no_streams(self) -> None:
+        await self._no_streams.wait()
 
-    async def nothing(self) -> None:
-        """Waits until no stream is open, and none will be, as no request is being prepared."""
-        await self._nothing.wait()
+    async def wait_idle(self) -> None:
+        """Waits until no stream is open and no request is being prepared."""
+        await self._idle.wait()
 
-    def _tell(self) -> None:
+    def _update_events(self) -> None:
         num_streams = len(self._streams)
-        for event, count in ((self._no_stream, num_streams), (self._nothing, num_streams + self._num_preparing)):
+        for event, count in ((self._no_streams, num_streams), (self._idle, num_streams + self._num_preparing)):
             if count:
                 event.clear()
             else:
                 event.set()
-
-
-# The requests of an engine with an event loop: its core runs in another process, and each output is a stream.
-
-#: Sequences of a step processed before the event loop runs other tasks; each takes some 20 microseconds.
-MAX_SEQUENCES_AT_ONCE = 64
-
-logger = logging.getLogger("octavo")
-
-
-class AsyncEngine:
-    """The part of ``AsyncLLM`` that loads the model and serves requests."""
-
-    #: These exist once the model is loaded. ``front_end`` owns the next three.
-    front_end: FrontEnd
-    tokenizer: Tokenizer
-    inputs: InputProcessor
-    #: The adapters that requests may name.
-    adapters: AdapterRegistry
-    model_config: ModelConfig
-    #: Longest sequence in tokens, prompt and output together.
-    max_model_len: int
-    #: The starts of the other processes.
-    startup_profiles: list[ProcessProfile]
-    _replicas: Replicas
-    _migration: Migration
-
-    def __init__(
-        self, model: str | os.PathLike[str] | EngineConfig, *, stat_loggers: Sequence[StatLogger] = (), **options: Any
-    ) -> None:
-        """Checks the options, those of ``LLM``; nothing is loaded yet. An ``EngineConfig`` has them all.
-
-        Raises:
-            ConfigError: an option is unknown or wrong, or names a class that is not there.
-        """
-        if not isinstance(model, EngineConfig):
-            self.config = resolve_config({"model": os.fspath(model), **options})
-        elif options:
-            raise ConfigError(f"the options {', '.join(options)} must be given in the EngineConfig, or without one")
-        else:
-            self.config = model
-        check_classes(self.config)
-        #: They get the statistics of each step, in the event loop.
-        self.stat_loggers: list[StatLogger] = [*make_stat_loggers(self.config), *stat_loggers]
-        #: Set when no core is left, and none is started again; not when the engine was shut down.
-        self.died = asyncio.Event()
-        #: While the engine sleeps, requests are refused.
-        self.is_sleeping = False
-        #: Not set while generation is paused: requests wait for it.
-        self._accepts = asyncio.Event()
-        self._accepts.set()
-        self._end: Awaitable[None] | None = None
-        self._loading = asyncio.Lock()
-        self._loaded = False
-        self._open = OpenStreams()
-        self._error: EngineDeadError | None = None
-        #: While it is shut down, requests that had begun before may still finish.
-        self._lets_finish = False
-
-    @classmethod
-    async def start(
-        cls, config: EngineConfig, process: CoreProcess | None = None, *, stat_loggers: Sequence[StatLogger] = ()
-    ) -> Self:
-        """An engine that is ready; see ``ready``."""
-        try:
-            llm = cls(config, stat_loggers=stat_loggers)
-        except BaseException:
-            if process is not None:
-                await process.end_and_wait()
-            raise
-        await llm.ready(process)
-        return llm
-
-    async def ready(self, process: CoreProcess | None = None) -> None:
-        """Starts the core's process, or takes one that was started ahead, and waits until its model is loaded.
-
-        Requests call it where nothing else has. A program whose own imports take time starts the ``CoreProcess`` before
-        them. A core that does no step for ``step_timeout`` seconds while requests are open is ended, as if it had died.
-
-        Raises:
-            OctavoError: of the type that ``LLM`` would raise: the model is unknown, unreadable, unsupported, too large.
-            EngineDeadError: the process ended while it loaded, or the engine was shut down.
-        """
-        async with self._loading:
-            self.check_alive()
-            if self._loaded:
-                return
-            process = process or CoreProcess()
-            try:
-                await self._load(process)
-            except BaseException:
-                await process.end_and_wait()
-                raise
-            self._replicas.watch(self.config.step_timeout)
-            try:
-                prefixes = self.front_end.prefixes
-                for text, name in self.front_end.files.prefixes:
-                    await self._compute_prefix(prefixes.add(text, name))
-            except BaseException as e:
-                self._error = EngineDeadError(f"the engine could not be made ready: {e}")
-                await self._replicas.close()
-                raise
-            self._loaded = True
-
-    async def _load(self, process: CoreProcess) -> None:
-        config, loop = self.config, asyncio.get_running_loop()
-        more = [CoreProcess() for _ in range(config.data_parallel_size - 1)]
-        self._replicas = replicas = Replicas([process, *more], config)
-        # Without defaults: the core knows what was asked for.
-        start = partial(replicas.begin, config.model_dump(exclude_unset=True), logger.getEffectiveLevel())
-        try:
-            with phase("model files and tokenizer"):
-                model = await asyncio.to_thread(find_model, config, partial(loop.call_soon_threadsafe, start))
-            replicas.starter.description = await asyncio.to_thread(description_digest, model.folder)
-            if config.enable_lora:  # what checks adapters, so that the first one holds up no request
-                await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters")
-            with phase("waiting for the engine core"):
-                ready = await replicas.ready()
-        except BaseException:
-            await replicas.kill()
-            raise
-        self.front_end = front_end = FrontEnd(model.with_config(ready.model_config), ready.max_model_len, sends=True)
-        self.tokenizer, self.inputs, self.adapters = front_end.tokenizer, front_end.inputs, front_end.adapters
-        self.model_config, self.max_model_len = ready.model_config, ready.max_model_len
-        self.startup_profiles = ready.profiles
-        self.adapters.on_unpin = lambda key: replicas.send_all(Call(NO_REPLY, "unpin_adapter", [key]))
-        replicas.on_step, replicas.on_start = self._receive, self._make_like_others
-        self._migration = Migration(replicas)
-        replicas.on_death, replicas.requests.on_failed = self._die, self._fail
-
-    async def __aenter__(self) -> Self:
-        await self.ready()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.shutdown()
-
-    # --- requests ---------------------------------------------------------------------------------------------------
-
-    async def submit(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: Params | None = None,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        *,
-        streaming: bool = True,
-        kind: RequestOutputKind = RequestOutputKind.DELTA,
-        **keywords: Any,
-    ) -> RequestStream:
-        """Checks and queues a request. If ``streaming``, outputs are of ``kind``; else there is one, with everything.
-
-        ``output_kind`` of the parameters may say otherwise. ``keywords``: fields of ``options``.
-
-        Raises:
-            InvalidRequestError: the request cannot be served.
-            ClientLimitError: the client has used up the seconds that it may have for compiling (``Sandbox``).
-            AdapterError: its adapter cannot be used.
-            EngineDeadError: the engine has died or is being shut down.
-            EngineStateError: the engine is sleeping.
-            OctavoError: as for ``ready``, of the first request.
-        """
-        options = options_from_keywords("submit", keywords, options)
-        kind = kind if streaming else RequestOutputKind.FINAL_ONLY
-        if isinstance(prompt, (SamplingParams, BeamSearchParams, PoolingParams)):
-            raise InvalidRequestError("a request is given as request_id, prompt, parameters, in this order")
-        if not self._loaded:
-            await self.ready()
-        while True:
-            await self._accepts.wait()
-            self.check_alive()
-            with self._open.preparing():
-                prompt, options, adapter = await self.front_end.prepare(prompt, params, options)
-                if not self._accepts.is_set():
-                    continue
-                # Nothing is awaited below: the adapter stays loaded until the request counts as its user.
-                self._check_accepts("a request", has_begun=True)
-                return self._send(self.front_end.add(request_id, prompt, params, options, adapter, kind))
-
-    def _check_accepts(self, what: str, *, has_begun: bool = False) -> None:
-        if not (has_begun and self._lets_finish):
-            self.check_alive()
-        if self.is_sleeping:
-            raise EngineStateError(f"the engine sleeps: wake_up(), or POST /wake_up, must come before {what}")
-
-    def _send(self, request: RequestState, replica: int | None = None) -> RequestStream:
-        """Gives a request to ``replica``, or to the one that the router chooses."""
-        try:
-            self._replicas.requests.add(request, replica)
-        except OctavoError:
-            self.front_end.outputs.discard(request)
-            raise
-        return self._open.add(request, self._abandon)
-
-    async def _compute_prefix(self, prefix: SharedPrefix) -> None:
-        prefixes, computed = self.front_end.prefixes, None
-        try:
-            for replica in self._replicas.living:  # each has a KV cache of its own
-                output = await self._compute_prefix_on(replica, prefix)
-                if output.outputs[0].error != CORE_ENDED:  # its next core will compute all prefixes
-                    computed = output
-        except BaseException:  # such as a cancellation
-            prefixes.discard(prefix)
-            self._replicas.send_all(Unpin(prefix.name))
-            raise
-        if computed is not None:
-            prefixes.check(prefix, computed)
-
-    async def _compute_prefix_on(self, replica: int, prefix: SharedPrefix) -> RequestOutput:
-        request = self.front_end.outputs.open(self.front_end.prefixes.request(prefix), RequestOutputKind.FINAL_ONLY)
-        with contextlib.closing(self._send(request, replica)) as stream:
-            return await anext(stream)
-
-    async def abort(self, request_id: str) -> None:
-        """Ends a request: its stream gives its last output. Nothing happens if it is not open."""
-        self._abort(request_id)
-
-    def _abort(self, request_id: str) -> None:
-        request = self.front_end.outputs.abort(request_id) if self._loaded else None
-        if request is not None:
-            self._replicas.requests.send(request.group_id, Abort(request.group_id))
-            self._notify(request)
-
-    def _abandon(self, request: RequestState) -> None:
-        """Aborts a request whose stream was closed."""
-        if self._open.has(request):
-            self._replicas.requests.send(request.group_id, Abort(request.group_id))
-            self.front_end.outputs.discard(request)
-            self._forget(request)
-
-    def _forget(self, request: RequestState) -> RequestStream:
-        self._replicas.requests.forget(request.group_id)
-        return self._open.remove(request)
-
-    # --- messages from the core -------------------------------------------------------------------------------------
-
-    async def _receive(self, step: StepDone) -> None:
-        """Passes the outputs of a step to the streams, and tells the core which sequences a stop string has ended."""
-        for admission in step.outputs.admissions:
-            self._open.queued.remove(admission.group_id)
-        for part in step.outputs.parts(MAX_SEQUENCES_AT_ONCE):
-            ready, stopped = self.front_end.outputs.process(part)
-            for group_id, index in stopped:
-                self._replicas.requests.send(group_id, Stop(group_id, index))
-            for request in ready:
-                self._notify(request)
-            await asyncio.sleep(0)
-        log_stats(self.stat_loggers, step.stats)
-
-    def _notify(self, request: RequestState) -> None:
-        stream = self._forget(request) if request.finished else self._open.of(request)
-        stream.notify()
-
-    def _fail(self, request: RequestState, reason: str) -> None:
-        """A request cannot go on, as no core can compute it."""
-        end = GroupOutput(request.group_id, SequenceStatus.FINISHED_ERROR.value, reason)
-        self.front_end.outputs.process(EngineCoreOutputs(groups=[end]))
-        self._notify(request)
-
-    async def _make_like_others(self, number: int) -> None:
-        """Brings a core that was started in the place of another to the state of the engine."""
-        if self.is_sleeping:
-            await self._replicas.call_one(number, "sleep", 1)
-            return
-        if self._replicas.paused:
-            await self._replicas.call_one(number, "pause", True)
-        for adapter in self.adapters:
-            if adapter.pinned:
-                await self._replicas.call_one(number, "pin_adapter", adapter.ref)
-        for prefix in self.front_end.prefixes:
-            await self._compute_prefix_on(number, prefix)
-
-    def _die(self, error: OctavoError) -> None:
-        """No core is left, and none is started again: every open request fails."""
-        self._error = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
-        self._lets_finish = False
-        self._accepts.set()
-        logger.critical("%s", self._error)
-        for stream in self._open:
-            self.front_end.outputs.discard(stream.request)
-            self._forget(stream.request).fail(self._error)
-        self.died.set()
-
-    # --- the engine -------------------------------------------------------------------------------------------------
-
-    def check_alive(self) -> None:
-        """Raises if requests cannot be accepted.
-
-        Raises:
-            EngineDeadError: the core has died or is being shut down.
-        """
-        if self._error is not None:
-            raise self._error
-
-    @property
-    def num_open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._open)
-
-    @property
-    def num_queued(self) -> int:
-        """Open requests of which nothing has been computed yet."""
-        return len(self._open.queued.lengths)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens of these requests."""
-        return self._open.queued.tokens
-
-    def shutdown(self, timeout: float = 0.0) -> Awaitable[None]:
-        """Refuses new requests, gives those that have begun ``timeout`` seconds, aborts the rest and ends the core.
-
-        It begins at once, also if it is not awaited: that waits for its end. Where no event loop runs any more, the
-        core is killed.
-        """
-        if self._error is None:
-            self._lets_finish, self._error = True, EngineDeadError("the engine has been shut down")
-        self._accepts.set()
-        try:
-            task = self._end = asyncio.get_running_loop().create_task(self._shut_down(timeout))
-        except RuntimeError:
-            self._end_now()
-            return _Ended()
-        task.add_done_callback(lambda task: self._end_now() if task.cancelled() else None)  # as the loop ends
-        return task
-
-    def _end_now(self) -> None:
-        if self._loaded:
-            self._replicas.end()
-
-    def _abort_all(self) -> None:
-        for stream in self._open:
-            self._abort(stream.request.request_id)
-
-    async def _shut_down(self, timeout: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self._open.nothing()
-        self._lets_finish = False
-        self._abort_all()
-        async with self._loading:  # a core that is loading is not left behind
-            if self._loaded:
-                await self._replicas.close()
-
-
-class _Ended:
-    """Awaited, it gives None at once; unlike a coroutine it need not be awaited."""
-
-    def __await__(self) -> Generator[None, None, None]:
-        yield from ()
-
-
-#: What becomes of open requests, see ``AsyncLLM.pause_generation``.
-PauseMode = Literal["abort", "wait", "keep"]
-
-
-class AsyncLLM(AsyncEngine):
-    """A model that serves many requests at once; its engine core is another process, so nothing here slows a step.
-
-    >>> llm = AsyncLLM("smollm2-135m", max_num_seqs=64)
-    >>> async for output in llm.generate("a", "The capital of France is", SamplingParams(max_tokens=8)):
-    ...     print(output.outputs[0].text)
-    >>> await llm.shutdown()
-
-    Made like an ``LLM``. The model is loaded by what is awaited first, a request or ``ready()``; ``async with`` does
-    that and shuts it down. ``front_end`` and what is beside it exist from then on. A bad request raises
-    ``InvalidRequestError``; the others go on. All methods are for one event loop.
-    """
-
-    async def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        await self.ready()
-        return self.tokenizer
-
-    async def generate(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        sampling_params: SamplingParams | BeamSearchParams | None = None,
-        *,
-        streaming: bool = True,
-        **keywords: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Iterates over the outputs of one request, each with everything so far; ``submit`` gives increments instead.
-
-        So does ``output_kind`` DELTA of the parameters; FINAL_ONLY gives one output, as ``streaming=False`` does. The
-        request is aborted when the iteration is left before its end or its task is cancelled. ``keywords``: the fields
-        of ``RequestOptions``, and those of other engines, see ``LLM``.
-
-        Raises:
-            InvalidRequestError, AdapterError, EngineDeadError, EngineStateError: as for ``submit``.
-        """
-        options = options_from_keywords("generate", keywords)
-        kind = RequestOutputKind.CUMULATIVE if streaming else RequestOutputKind.FINAL_ONLY
-        with contextlib.closing(await self.submit(request_id, prompt, sampling_params, options, kind=kind)) as stream:
-            async for output in stream:
-                yield output
-
-    async def pool(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: PoolingParams,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        **keywords: Any,
-    ) -> Pooled:
-        """The vector or scores of a prompt, as ``PoolingOutput``; if this is cancelled, the request is aborted.
-
-        Raises:
-            InvalidRequestError, AdapterError, EngineDeadError, EngineStateError: as for ``submit``.
-        """
-        stream = await self.submit(request_id, prompt, params, options, streaming=False, **keywords)
-        with contextlib.closing(stream):
-            output: Any = await anext(stream)
-        return output
-
-    async def transcribe(
-        self,
-        request_id: str,
-        audio: Audio | OpenedAudio | SandboxRecording,
-        params: TranscriptionParams | None = None,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        *,
-        limits: AudioLimits | None = None,
-        scores: bool = False,
-        **keywords: Any,
-    ) -> AsyncGenerator[Segment | Transcription, None]:
-        """Iterates over the segments of a recording as they are certain, and at last over all of it.
-
-        Its windows are requests of the engine with its priority and arrival; if the iteration is left, they end.
-        ``audio``, ``params`` and ``limits`` as in ``LLM.transcribe``; of an opened one only ``pieces`` is called.
-        Files are decoded in threads of this process, which have ended when the iteration is left or cancelled; for
-        those of strangers ``audio`` is what ``AudioReader.open`` gives, which are decoded in the sandbox.
-        ``scores``: segments have ``no_speech_prob`` although nothing depends on it.
-
-        Raises:
-            InvalidRequestError: the model does not read sound or cannot do what is asked, or as ``Recording``.
-            WorkerError: the engine failed at a window.
-            EngineDeadError, EngineStateError: as for ``submit``.
-        """
-        await self.ready()
-        options = options_from_keywords("transcribe", keywords, options)
-        from octavo.engine.transcription import AsyncTranscription
-
-        run = AsyncTranscription(self, request_id, params, options, scores)
-        async with contextlib.aclosing(run.hear(audio, limits)) as made:
-            async for part in made:
-                yield part
-
-    # --- adapters ---------------------------------------------------------------------------------------------------
-
-    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> bool:
-        """As ``LLMEngine.add_lora``, beside the requests that run.
-
-        Raises:
-            AdapterError, AdapterConflictError: see there.
-        """
-        await self.ready()
-        ref = await asyncio.to_thread(self.adapters.read, lora_request)
-        return self.adapters.add(lora_request, ref, in_place=load_inplace)
-
-    async def remove_lora(self, lora_id: int, *, wait: bool = False) -> bool:
-        """Forgets the adapter of this ``lora_int_id``; false if there is none.
-
-        With ``wait`` it takes no new requests, and this returns when its last open one has ended; also if this is
-        cancelled before, it is then forgotten.
-
-        Raises:
-            AdapterConflictError: requests use it, without ``wait``.
-        """
-        await self.ready()
-        adapter = self.adapters.numbered(lora_id)
-        if adapter is None:
-            return False
-        if wait:
-            gone = asyncio.Event()
-            self.adapters.retire(adapter.name, gone.set)
-            await gone.wait()
-        else:
-            self.adapters.remove(adapter.name)
-        return True
-
-    async def list_loras(self) -> set[int]:
-        """The ``lora_int_id`` of each adapter that requests may name."""
-        await self.ready()
-        return {adapter.number for adapter in self.adapters}
-
-    async def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter in host memory and in a slot until it is removed; false if there is none of this number.
-
-        Raises:
-            AdapterError: so many are pinned that no other could run.
-        """
-        await self.ready()
-        adapter = self.adapters.numbered(lora_id)
-        if adapter is None:
-            return False
-        await self._replicas.call("pin_adapter", type(None), adapter.ref)
-        adapter.pinned = True
-        return True
-
-    def adapter_requests(self) -> Iterator[tuple[str, str]]:
-        """The adapter's name of each open request that has one, and whether it is "running" or "waiting"."""
-        waiting = self._open.queued.lengths
-        return ((name, "waiting" if i in waiting else "running") for i, name in self.adapters.open_requests())
-
-    # --- the engine ---------------------------------------------------------------------------------------------------
-
-    @property
-    def is_available(self) -> bool:
-        """Whether a core computes requests now; else they wait for one that is being started, unless it has died."""
-        return self._error is None and self._loaded and self._replicas.is_available
-
-    @property
-    def retry_after(self) -> int:
-        """Whole seconds after which a core that is being started may be ready."""
-        return max(1, math.ceil(self._replicas.starter.start_seconds))
-
-    def replica_states(self) -> list[ReplicaState]:
-        """The engine's replicas as they are now."""
-        return self._replicas.states() if self._loaded else []
-
-    @property
-    def num_standby(self) -> int:
-        """Engine cores in reserve that are ready."""
-        return self._replicas.starter.num_reserve if self._loaded else 0
-
-    @property
-    def num_resumed(self) -> int:
-        """Requests that went on at another core than the one that had begun them, or on one that was started again."""
-        return self._replicas.requests.num_resumed if self._loaded else 0
-
-    async def drain_replica(self, number: int) -> int:
-        """Has a replica take no more requests, and the others go on with those that it has: how many; no stream breaks.
-
-        Raises:
-            ConfigError: there is no such replica.
-            EngineStateError: no other one takes requests.
-        """
-        await self.ready()
-        return await self._migration.drain(number)
-
-    async def undrain_replica(self, number: int) -> None:
-        """Has a drained replica take requests again.
-
-        Raises:
-            ConfigError: there is no such replica.
-        """
-        await self.ready()
-        self._migration.undrain(number)
-
-    async def restart_replicas(self) -> None:
-        """Starts the core of each replica again, one after the other; see ``Migration.restart``. No stream breaks.
-
-        Raises:
-            EngineStateError: this is being done already, or the engine sleeps.
-            ConfigError: the model's configuration or tokenizer was changed.
-            EngineDeadError, OctavoError: a core could not be started.
-        """
-        await self.ready()
-        self._check_accepts("restart_replicas()")
-        await self._migration.restart()
-
-    async def stats(self) -> SchedulerStats:
-        """The state of queues and blocks between two steps, and totals, of all replicas together."""
-        return sum_stats(await self.replica_stats())
-
-    async def replica_stats(self) -> list[SchedulerStats]:
-        """``stats`` of each replica that lives."""
-        await self.ready()
-        return await self._replicas.call("stats", SchedulerStats)
-
-    async def engine_views(self, *, fresh: bool = False) -> list[EngineView]:
-        """What each replica that lives looks like between two steps: its blocks, its queues, its steps since last time.
-
-        ``fresh``: all steps that are known. For one who watches; two would take each other's steps.
-        """
-        await self.ready()
-        views = await self._replicas.views(fresh)
-        for view in views:
-            name_requests(view, self.front_end.outputs.id_of_group)
-            name_adapters(view, self.adapters.names_of)
-        return views
-
-    async def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """As ``LLM.collective_rpc``: the answers of all workers, replica by replica.
-
-        Raises:
-            OctavoError: see there.
-        """
-        await self.ready()
-        name = method if isinstance(method, str) else function_name(method)
-        answers = await self._replicas.call("collective_rpc", list, name, list(args), dict(kwargs or {}), timeout)
-        return [answer for replica in answers for answer in replica]
-
-    async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Stops between two steps until ``resume_generation``, for which new requests wait: to change the weights.
-
-        Args:
-            mode: open requests are aborted ("abort"), end before this returns ("wait"), or go on when it resumes
-                ("keep").
-            clear_cache: the prefix cache is reset. It stays with "keep", as what is kept goes on in it;
-                ``reset_prefix_cache(reset_running_requests=True)`` resets both.
-
-        Raises:
-            ConfigError: there is no such mode.
-        """
-        if mode not in get_args(PauseMode):
-            raise ConfigError(f"mode must be {', '.join(get_args(PauseMode))}, not {mode!r}")
-        await self.ready()
-        self._accepts.clear()
-        if mode == "keep" and self.num_open:
-            self._replicas.paused = True
-            await self._replicas.call("pause", type(None), True)
-        if mode == "keep":
-            return
-        if mode == "abort":
-            self._abort_all()
-        await self._open.no_stream()
-        if clear_cache:
-            await self.reset_prefix_cache()
-
-    async def resume_generation(self) -> None:
-        """Goes on after ``pause_generation``; nothing happens if it is not paused."""
-        await self.ready()
-        await self._replicas.call("pause", type(None), False)
-        self._replicas.paused = False
-        self._accepts.set()
-
-    async def is_paused(self) -> bool:
-        """Whether new requests wait for ``resume_generation``."""
-        return not self._accepts.is_set()
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """As ``LLM.reset_prefix_cache``."""
-        await self.ready()
-        await self._replicas.call("reset_prefix_cache", type(None), reset_running_requests)
-        self._replicas.requests.router.forget_prefixes()
-        return True
-
-    async def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
-        """As ``LLM.add_shared_prefix``, beside the requests that run.
-
-        Raises:
-            ConfigError, InvalidRequestError, EngineStateError: see there.
-            WorkerError: it could not be computed.
-            EngineDeadError: the engine has died or is being shut down.
-        """
-        await self.ready()
-        prompt = await self.front_end.tokenize(prompt)
-        self._check_accepts("a shared prefix")
-        prefix = self.front_end.prefixes.add(prompt, name)
-        await self._compute_prefix(prefix)
-        return prefix.name
-
-    async def remove_shared_prefix(self, name: str) -> None:
-        """Releases a shared prefix, also one that is being computed; see ``LLM.remove_shared_prefix``.
-
-        Raises:
-            ConfigError: there is none of this name.
-        """
-        await self.ready()
-        self.front_end.prefixes.remove(name)
-        await self.abort(request_id_of(name))
-        self._replicas.send_all(Unpin(name))
-
-    def shared_prefixes(self) -> list[SharedPrefix]:
-        """The shared prefixes, in the order in which they were added."""
-        return list(self.front_end.prefixes) if self._loaded else []
-
-    async def sleep(self, level: int = 1) -> None:
-        """Frees the engine's memory until ``wake_up``; see ``LLM.sleep`` for the levels.
-
-        Raises:
-            EngineStateError: requests are unfinished.
-            OctavoError: the weights cannot move.
-        """
-        await self.ready()
-        if self.num_open:
-            raise EngineStateError(f"{self.num_open} requests are unfinished: let them end or abort them first")
-        self.is_sleeping = True  # from now on requests are refused
-        try:
-            await self._replicas.call("sleep", type(None), level)
-        except OctavoError:
-            self.is_sleeping = False
-            raise
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Restores weights, KV cache, pins of adapters and shared prefixes; see ``LLM.wake_up`` for ``tags``.
-
-        Raises:
-            ConfigError: there is no such tag.
-        """
-        await self.ready()
-        awake = all(await self._replicas.call("wake_up", bool, tags))
-        was_sleeping, self.is_sleeping = self.is_sleeping, not awake
-        if was_sleeping and awake:
-            for adapter in self.adapters:
-                if adapter.pinned:
-                    await self._replicas.call("pin_adapter", type(None), adapter.ref)
-            for prefix in self.front_end.prefixes:
-                await self._compute_prefix(prefix)
-        return awake

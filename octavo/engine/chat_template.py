@@ -19,24 +19,24 @@ from octavo.engine.chat_messages import (
     fit_messages,
     fit_tools,
     flat_text,
+    render_template,
     template_variables,
     to_parts,
-    written,
 )
 from octavo.process.sandbox import Sandbox
 from octavo.process.sandbox_process import SandboxAnswer, SandboxCall
 
-#: Written after a message that is to be continued, to find its end in what the template writes.
+#: Appended to the continued message, to find its end in the rendered text.
 _END = "END_OF_CONTINUED_MESSAGE "
-#: Names of a message's reasoning, the one that most templates read first.
+#: Fields of a message's reasoning; most templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """A model's templates by name; the usual one is ``default``. Empty if it has none.
+    """Returns a model's templates by name; the usual one is ``default``.
 
-    From ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, else from tokenizer_config.json, where
-    ``chat_template`` is a text or a list of ``{"name": ..., "template": ...}``.
+    Read from ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, else from tokenizer_config.json,
+    where ``chat_template`` is a text or a list of ``{"name": ..., "template": ...}``.
     """
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
@@ -59,12 +59,6 @@ def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> di
 
 
 def read_chat_template(path: str | None) -> str | None:
-    """The template in the file that the option ``chat_template`` names; None if it names none.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        TokenizerError: it is not a valid template.
-    """
     if path is None:
         return None
     template = read_text(path, "chat_template")
@@ -73,16 +67,7 @@ def read_chat_template(path: str | None) -> str | None:
 
 
 def choose_template(templates: Mapping[str, str], name_or_text: str | None, *, has_tools: bool) -> str:
-    """The template that a request uses.
-
-    Args:
-        templates: the model's own.
-        name_or_text: the name of one of these, or a template's text, or None.
-        has_tools: whether tools were given; ``tool_use`` is then preferred.
-
-    Raises:
-        InvalidRequestError: there is none.
-    """
+    """Returns the template of a request: its own, else ``tool_use`` with tools, else ``default``."""
     if name_or_text is not None:
         return templates.get(name_or_text, name_or_text)
     if has_tools and "tool_use" in templates:
@@ -98,34 +83,31 @@ def choose_template(templates: Mapping[str, str], name_or_text: str | None, *, h
 
 
 def render_chat(template: str, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
-    """Runs a template over messages.
+    """Renders a conversation.
 
-    The template gets the messages as they are, null included, as in transformers. Where it would lose or garble them so
-    it gets the nearest form that it takes (``octavo.engine.chat_messages``): a text for parts, or parts for a text.
-    With a ``call_format``, tools, calls and results become text of messages where the template has no place for them.
+    The template gets the messages as sent, null included, as in transformers. If it would drop or garble them, they are
+    converted to the nearest form that it takes (``octavo.engine.chat_messages``), such as parts to a text. With a
+    ``call_format``, tools, calls and results become text of messages if the template cannot take them.
 
     Args:
-        template: its text.
-        messages: each with ``role`` and ``content``: a text, or a list of parts ``{"type": "text", "text": ...}``, of
-            which neighbours are joined with line breaks where the template takes text alone, and ``{"type": "image"}``.
-        options: ``add_generation_prompt`` (default true): ends with what opens the assistant's answer.
-            ``continue_final_message`` (false): ends with the last message's text instead of what closes it, so that it
-            is continued; the name of another of its fields: with that field's text. ``tools``: JSON schemas of callable
-            tools. ``call_format``: how the model writes calls; see ``fit_tools``. ``image_placeholder``: of a model
-            that sees images, what stands for one where the template takes text alone. Others are further names that the
-            template may use.
+        messages: each with ``role`` and ``content``: a text, or a list of parts ``{"type": "text", "text": ...}`` and
+            ``{"type": "image"}``.
+        options: ``add_generation_prompt`` (default True) ends the prompt with the start of the assistant's answer.
+            ``continue_final_message`` (False) ends it with the last message's text, or with the text of the field that
+            it names. ``tools``: JSON schemas. ``call_format``: how the model writes calls. ``image_placeholder``:
+            stands for an image where the template takes text only. Other options are variables of the template.
 
     Raises:
-        InvalidRequestError: a message is malformed, the options contradict each other, the template refuses the
-            conversation, with its own words, or it does not write a message of the user in any form.
-        TokenizerError: the template is not valid, or does what a template must not.
+        InvalidRequestError: a message is malformed, options contradict each other, the template refuses the
+            conversation, or it drops a user message in every form.
+        TokenizerError: the template is invalid, or was stopped by the sandbox.
     """
     return _render(template, list(_checked(messages, options)), **options)
 
 
 def _checked(messages: object, options: Mapping[str, Any]) -> list[_Message]:
     sees = options.get("image_placeholder") is not None
-    checked = [_message(i, message, sees) for i, message in enumerate(_listed("messages", messages))]
+    checked = [_message(i, message, sees) for i, message in enumerate(_check_list("messages", messages))]
     if not checked:
         raise InvalidRequestError("messages must not be empty")
     return checked
@@ -147,12 +129,12 @@ def _render(
             "continue_final_message continues the last message where add_generation_prompt begins a new one: set "
             "add_generation_prompt=False with it"
         )
-    plain_tools = None if tools is None else [_plain(tool, "tools") for tool in _listed("tools", tools)]
+    plain_tools = None if tools is None else [_plain(tool, "tools") for tool in _check_list("tools", tools)]
     if call_format is not None:
         plain_tools = fit_tools(checked, plain_tools, call_format, template, template_variables(template))
     for message in checked if image_placeholder is not None else ():
         content = dict.get(message, "content")
-        # Where a model sees images, neighbouring texts are one part: a line break stands between them in any template.
+        # With images, adjacent texts become one part, so that any template puts a line break between them.
         if IMAGE in (text := flat_text(content)) or (isinstance(content, list) and len(content) > 1):
             message["content"] = to_parts(text)
     values: dict[str, Any] = {"tools": plain_tools, "documents": None}
@@ -163,18 +145,18 @@ def _render(
     fit_messages(template, values, checked, images, adapts=call_format is not None, continues=continues)
     if continues:
         _mark_end(checked[-1], "content" if continue_final_message is True else str(continue_final_message))
-    text = written(template, {**values, "messages": checked})
+    text = render_template(template, {**values, "messages": checked})
     if not continues:
         return text
     end = text.rfind(_END.strip())
     if end < 0:
         raise InvalidRequestError("continue_final_message: the chat template does not write the last message as it is")
-    # If the template trims messages, the space after the mark is gone, and those before it are to go.
+    # If the template trims messages, the mark's trailing space is gone: trim the message too.
     return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
 
 
 def _mark_end(message: dict[str, Any], name: str) -> None:
-    """Puts the mark at the end of a field's text, under each name that the field has."""
+    """Appends the end mark to a field's text, under each alias of the field."""
     value = message.get(name)
     texts = [part for part in value if part.get("type") == "text"] if isinstance(value, list) else []
     if texts:
@@ -188,31 +170,18 @@ def _mark_end(message: dict[str, Any], name: str) -> None:
 
 
 def render_and_read(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    fields: Sequence[tuple[int, str]],
-    options: Mapping[str, Any],
+    template: str, messages: Sequence[Mapping[str, Any]], fields: Sequence[tuple[int, str]], options: Mapping[str, Any]
 ) -> tuple[str, list[bool]]:
-    """What a template writes of a conversation, and which fields of its messages it has read.
-
-    Args:
-        template: its text.
-        messages: the conversation.
-        fields: (index of a message, name) of those that are asked about.
-        options: keywords of ``render_chat``.
-
-    Raises:
-        InvalidRequestError, TokenizerError: as ``render_chat``.
-    """
+    """Renders a conversation; also tells which of ``fields``, pairs (message index, name), the template read."""
     checked = _checked(messages, options)
     text = _render(template, list(checked), **options)
-    return text, [_has_read(checked[index], name) for index, name in fields]
+    return text, [name in checked[index]._read for index, name in fields]
 
 
 class _Message(dict[str, Any]):
-    """A message that notes which of its fields a template reads."""
+    """A message that records which of its fields a template reads."""
 
-    # Templates take attributes for fields, except those with an underscore.
+    # Templates read attributes as fields, except those with an underscore.
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
         self._read = set[str]()
@@ -225,7 +194,6 @@ class _Message(dict[str, Any]):
         return repr(self._all())
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dict."""
         self._read.add(name)
         return super().get(name, default)
 
@@ -237,34 +205,25 @@ class _Message(dict[str, Any]):
         return iter(self._all())
 
     def keys(self) -> Any:
-        """As of a dict."""
         return self._all().keys()
 
     def values(self) -> Any:
-        """As of a dict."""
         return self._all().values()
 
     def items(self) -> Any:
-        """As of a dict."""
         return self._all().items()
 
     def copy(self) -> dict[str, Any]:
-        """As of a dict."""
         return self._all()
 
 
-def _has_read(message: _Message, name: str) -> bool:
-    return name in message._read
-
-
-def _listed(name: str, value: object) -> Sequence[Any]:
+def _check_list(name: str, value: object) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
         raise InvalidRequestError(f"{name} must be a list, not {type(value).__name__}")
     return value
 
 
 def _message(index: int, message: object, sees: bool) -> _Message:
-    """A message of plain data, checked; its reasoning is under the names that transformers gives it, too."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{where} must be a mapping with role and content, not {type(message).__name__}")
@@ -277,8 +236,13 @@ def _message(index: int, message: object, sees: bool) -> _Message:
         _check_content(where, plain["content"], sees)
     elif role != "assistant" and calls is None:
         raise InvalidRequestError(f"{where} ({role}) has no content")
-    for k, call in enumerate([] if calls is None else _listed(f"{where}.tool_calls", calls)):
-        _check_call(f"{where}.tool_calls[{k}]", call)
+    for k, call in enumerate([] if calls is None else _check_list(f"{where}.tool_calls", calls)):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequestError(f"{where}.tool_calls[{k}] must have a function with a name and arguments")
+        if not isinstance(arguments := function.get("arguments", ""), (str, dict)):
+            kind = type(arguments).__name__
+            raise InvalidRequestError(f"{where}.tool_calls[{k}].function.arguments must be JSON text, not {kind}")
     reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
@@ -286,7 +250,6 @@ def _message(index: int, message: object, sees: bool) -> _Message:
 
 
 def _check_content(where: str, content: object, sees: bool) -> None:
-    """Refuses what is no text and no list of parts; ``sees``: whether there may be images."""
     if isinstance(content, str):
         return
     if not isinstance(content, list):
@@ -297,17 +260,8 @@ def _check_content(where: str, content: object, sees: bool) -> None:
             raise InvalidRequestError(f"{where}: only content parts of type 'text' are supported, not {kind or part!r}")
 
 
-def _check_call(where: str, call: object) -> None:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError(f"{where} must have a function with a name and arguments")
-    arguments = function.get("arguments", "")
-    if not isinstance(arguments, (str, dict)):
-        raise InvalidRequestError(f"{where}.function.arguments must be JSON text, not {type(arguments).__name__}")
-
-
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy made of JSON types only: other objects have methods that the sandbox knows nothing of."""
+    """Copies JSON values; other types are refused, as the sandbox does not know their methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth > 64:
@@ -319,19 +273,14 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     raise InvalidRequestError(f"{where} may hold only JSON values, not {type(value).__name__}")
 
 
-# Chat templates that clients send: read and rendered in the sandbox, as they may take any time and memory.
+# Chat templates of clients, rendered in the sandbox, as they may take any time and memory.
 
 #: Seconds of processor time that rendering a conversation may take.
 SECONDS = 2.0
 
 
 async def variables_in_sandbox(sandbox: Sandbox, client: str, template: str) -> frozenset[str]:
-    """``template_variables``, in the turn of a client.
-
-    Raises:
-        InvalidRequestError: the template is not valid, or exceeds the limits.
-        ClientLimitError: the client has taken its seconds.
-    """
+    """Runs ``template_variables`` in the sandbox, on the client's time."""
     return frozenset(await _call(sandbox, client, "read_variables", {"template": template}))
 
 
@@ -343,12 +292,7 @@ async def render_in_sandbox(
     fields: Sequence[tuple[int, str]],
     options: Mapping[str, Any],
 ) -> tuple[str, list[bool]]:
-    """``render_and_read``, in the turn of a client.
-
-    Raises:
-        InvalidRequestError: the template is not valid, refuses the conversation, or exceeds the limits.
-        ClientLimitError: the client has taken its seconds.
-    """
+    """Runs ``render_and_read`` in the sandbox, on the client's time."""
     arguments = {"template": template, "messages": messages, "fields": fields, "options": options}
     text, read = await _call(sandbox, client, "render", arguments)
     return text, read
@@ -381,13 +325,10 @@ def _read(answer: SandboxAnswer) -> Any:
 
 
 def read_variables(content: bytes) -> bytes:
-    """The variables of a template, sorted."""
     return _answer(lambda arguments: sorted(template_variables(arguments["template"])), content)
 
 
 def render(content: bytes) -> bytes:
-    """What ``render_and_read`` returns."""
-
     def rendered(arguments: dict[str, Any]) -> tuple[str, list[bool]]:
         options = arguments["options"]
         if options.get("call_format") is not None:
@@ -405,12 +346,11 @@ def _answer(function: Callable[[dict[str, Any]], Any], content: bytes) -> bytes:
     return json.dumps(result).encode()
 
 
-# How the families of models mark their reasoning, and how the marks of a model are found.
+# Reasoning marks of model families
 
 #: By the name that ``--reasoning-parser`` gives.
 REASONING_MARKS = {
-    # Most models; the second without its beginning, as those that it is of begin within it. Some call a tool without
-    # closing their reasoning (Qwen3, Qwen 3.5).
+    # Most models. DeepSeek R1 begins inside its reasoning; Qwen3 and Qwen 3.5 call tools without closing it.
     "qwen3": ReasoningMarks("<think>", "</think>", interrupts=("<tool_call>",)),
     "deepseek_r1": ReasoningMarks("<think>", "</think>", begins_inside=True, interrupts=("<tool_call>",)),
     # Magistral, Ministral 3
@@ -424,8 +364,7 @@ REASONING_MARKS = {
 
 
 def find_reasoning_marks(template: str) -> str | None:
-    """The name of the marks that a chat template speaks of, if they are known."""
     think = REASONING_MARKS["qwen3"]
     if think.end in template and think.start not in template:
-        return "deepseek_r1"  # it takes the reasoning out of earlier answers, and opens none
+        return "deepseek_r1"  # the template removes the reasoning of earlier answers, and opens none
     return next((name for name, marks in REASONING_MARKS.items() if marks.start in template), None)

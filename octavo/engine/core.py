@@ -1,4 +1,8 @@
-"""The engine core: the step loop over the scheduler and the executor of one model. It knows token ids only."""
+"""The engine core: runs the steps of one model. It knows token ids only.
+
+``StepLoop.step`` asks the scheduler for a plan, submits it to the executor and applies the result; ``EngineCore`` loads
+the model and owns its KV cache blocks; ``ViewRecorder`` shows its state to those who watch.
+"""
 
 from __future__ import annotations
 
@@ -59,168 +63,84 @@ if TYPE_CHECKING:
     from octavo.engine.tokenizer import Tokenizer
     from octavo.executor.executor import PendingStep
 
-
-# Refuses a draft model whose tokens are not those of the model, before weights are read.
-
-
-def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) -> None:
-    """Whether the model that ``options.speculative_config`` names, if any, has the vocabulary of the one in ``folder``.
-
-    The tokens must be the same, with the same ids. Rows of the embedding for which there is no token, to which some
-    checkpoints are padded, may be more or fewer; where tokenizers are not there to be compared, they must be as many.
-
-    Raises:
-        ConfigError: it has another vocabulary; the message names the first difference.
-        OctavoError: there is no such model, or it is not supported.
-    """
-    draft = options.speculative_config
-    if draft is None or draft.method != "draft_model":
-        return
-    # The core's process needs it for this alone.
-    from octavo.engine.tokenizer import NoTokenizer, find_tokenizer
-
-    assert draft.model is not None
-    dummy = options.load_format == "dummy"
-    try:
-        draft_folder = resolve_model(draft.model, revision=draft.revision, weights=not dummy)
-    except ModelNotFoundError as e:
-        raise ModelNotFoundError(f"speculative_config: {e}") from None
-    draft_size = read_model_config(draft_folder).vocab_size
-    if draft_folder == folder:
-        return
-    tokenizer = find_tokenizer(options, folder)
-    draft_tokenizer = find_tokenizer(options.model_copy(update={"tokenizer": None}), draft_folder)
-    if isinstance(tokenizer, NoTokenizer) or isinstance(draft_tokenizer, NoTokenizer):
-        difference = None
-        if draft_size != config.vocab_size:
-            difference = f"{draft_size} tokens instead of {config.vocab_size}"
-    else:
-        difference = _difference(tokenizer, draft_tokenizer)
-    if difference is not None:
-        raise ConfigError(
-            f"speculative_config: the draft model {draft.model!r} has another vocabulary than the model "
-            f"{options.model!r}: {difference}; take one of the same family, or method 'ngram' or 'suffix'"
-        )
-
-
-def _difference(model: Tokenizer, drafts: Tokenizer) -> str | None:
-    """The first difference of the drafts' vocabulary from the model's own one."""
-    model_tokens, draft_tokens = (
-        {token_id: text for text, token_id in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
-        for tokenizer in (model, drafts)
-    )
-    for token_id in sorted(model_tokens.keys() & draft_tokens.keys()):
-        if model_tokens[token_id] != draft_tokens[token_id]:
-            return f"token {token_id} is {draft_tokens[token_id]!r} instead of {model_tokens[token_id]!r}"
-    if len(model_tokens) != len(draft_tokens):
-        return f"{len(draft_tokens)} tokens instead of {len(model_tokens)}"
-    missing = min(model_tokens.keys() ^ draft_tokens.keys(), default=None)
-    return None if missing is None else f"token {missing} is in one of them alone"
-
-
-# The step loop: plans of the scheduler go to the executor, and their results back; statistics of each step.
+logger = logging.getLogger("octavo")
+#: A logger of its own, so that a command can leave out these lines.
+startup_logger = logging.getLogger("octavo.startup")
 
 T = TypeVar("T")
-
-#: The state of the scheduler after a step: the first fields of ``StepStats``, in their order.
+#: The tags of ``wake_up``.
+SLEEPING_PARTS = ("weights", "kv_cache")
+#: Seconds after a view in which changes are recorded for the next one.
+_WATCH_SECONDS = 5.0
+#: Most device blocks that a change names.
+_MAX_BLOCKS = 64
+#: The fields of ``StepStats`` that are those of ``SchedulerState``, in their order.
 _state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Seconds summed over steps, by where they were spent."""
-
-    steps: int = 0
-    #: In the step loop: schedule, wait, update.
-    total: float = 0.0
-    #: Inside the worker, and there inside kernels (measured only with ``time_kernels``).
-    worker: float = 0.0
-    kernels: float = 0.0
-    #: On a GPU: busy with steps, and idle between them.
-    device: float = 0.0
-    idle: float = 0.0
-
-
-class StepObserver(Protocol):
-    """What looks at the steps of a loop while it is among its ``observers``."""
-
-    def planned(self, plan: StepPlan) -> None:
-        """A step was planned, and will be computed next. The loop waits for this: microseconds."""
+_RECORDED_FIELDS = set(StepRecord.__struct_fields__) & set(StepStats.__struct_fields__)
 
 
 class StepLoop:
-    """Owns the steps in flight: planned and submitted, result not yet received.
+    """The step loop: owns the steps in flight, which are submitted and not yet received.
 
-    Invariant: they are waited for in order, and between two calls there are fewer than ``max_in_flight``; none if no
-    request is left.
+    Invariant: results are received in order; between two calls fewer than ``max_in_flight`` steps are in flight, and
+    none without open requests. With more than one it is what vLLM calls the batch queue or async scheduling.
 
-    If the scheduler raises, at whatever request, its state is made anew from what is known of all requests, and
-    ``Isolation`` finds the one at which it raises: that ends with an error, and the others go on with the same bits.
+    If the scheduler raises, its state is rebuilt from the open requests, and ``Isolation`` finds the request at fault:
+    that one ends with an error, the others continue with the same bits.
     """
 
     #: Number of the engine core, of several behind one front end.
     replica = 0
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, max_in_flight: int = 1) -> None:
-        """``max_in_flight``: steps that may be submitted at once, the one that is computed included."""
+        """``max_in_flight``: steps submitted at once, including the one that is computed."""
         self.executor = executor
         self.max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._recorder: LastSteps | None = None
-        #: Outputs of failures between two steps, which the next steps report.
+        #: Outputs of failures between two steps, for the next steps to return.
         self._late: deque[EngineCoreOutputs] = deque()
         self.use(scheduler)
         self.times = StepTimes()
         self.observers: list[StepObserver] = []
         self._step_ended: float | None = None
-        #: Totals at the last measured step: tokens of prompts and decodes, seconds in the worker and in kernels.
-        self._computed: tuple[float, float, float, float] = (0, 0, 0.0, 0.0)
+        #: At the last measured step: prompt and decode tokens, seconds in the worker and in kernels.
+        self._totals: tuple[float, float, float, float] = (0, 0, 0.0, 0.0)
 
     def use(self, scheduler: Scheduler) -> None:
-        """Takes a scheduler that has no request yet; the one before it has none any more."""
+        """Switches to a scheduler without requests; the previous one must have none left."""
         self.scheduler = scheduler
         self._isolation = Isolation(scheduler)
-        #: Number of the last plan that the executor has got.
         self._last_submitted = 0
 
-    @property
-    def recorder(self) -> LastSteps | None:
-        """Notes which requests are computed, for those who see this process end."""
-        return self._recorder
-
-    @recorder.setter
-    def recorder(self, recorder: LastSteps) -> None:
+    def record_to(self, recorder: LastSteps) -> None:
+        """Records the computed requests for the process that watches this one."""
         self._recorder = recorder
         self.scheduler.queues.on_attempt = self._isolation.on_attempt = recorder.attempt
         self._isolation.on_trial = recorder.begin_trial
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished, or the end of one is still to be reported."""
+        """Whether a request is unfinished, or its end not yet reported."""
         return self.scheduler.has_work or self._isolation.is_active or bool(self._late)
 
-    # --- requests ---------------------------------------------------------------------------------------------------
-
     def add(self, request: EngineCoreRequest) -> None:
-        """Queues a request; one at which the scheduler raises ends with an error."""
+        """Queues a request; if the scheduler raises at it, the request ends with an error."""
         self._between_steps(partial(self._isolation.add, request))
 
     def abort(self, group_id: int) -> None:
-        """Ends a request in any state; nothing happens if it has ended."""
         if not self._isolation.abort(group_id):
             self._between_steps(partial(self.scheduler.finish_group, group_id))
-            self._isolation.abort(group_id)  # if the scheduler has raised: it was to go on
+            self._isolation.abort(group_id)  # if the scheduler has raised, the request was requeued there
         self.drain()
 
     def stop(self, group_id: int, index: int) -> None:
-        """Ends one sequence of a request, as a stop text does; nothing happens if it has ended."""
         if not self._isolation.stop(group_id, index):
             self._between_steps(partial(self.scheduler.finish_sequence, group_id, index))
             self._isolation.stop(group_id, index)
         self.drain()
 
     def _between_steps(self, call: Callable[[], object]) -> None:
-        """Calls the scheduler while no step is computed here."""
         try:
             call()
         except Exception as e:
@@ -230,10 +150,8 @@ class StepLoop:
         if outputs != EngineCoreOutputs():
             self._late.append(outputs)
 
-    # --- steps ------------------------------------------------------------------------------------------------------
-
     def measured_step(self) -> tuple[EngineCoreOutputs, StepStats]:
-        """``step``, with its statistics."""
+        """Runs ``step`` and returns its statistics too."""
         start = time.perf_counter()
         outputs = self.step()
         end = time.perf_counter()
@@ -242,26 +160,25 @@ class StepLoop:
         return outputs, self._measure(end - start, between)
 
     def measure_emptied(self) -> StepStats:
-        """Statistics without a step: aborts have ended all requests, so that none follows."""
+        """Statistics after aborts have ended all requests, so that no step will follow."""
         self._step_ended = None
         return self._measure(0.0, 0.0)
 
     def _measure(self, seconds: float, between_seconds: float) -> StepStats:
-        """Queues, blocks and totals as they are now, and what was computed since the last time."""
         counts, times = self.scheduler.counts(), self.times
-        computed = (counts.prefill_tokens, counts.decode_tokens, times.worker, times.kernels)
-        prefill, decode, worker, kernels = (now - before for now, before in zip(computed, self._computed, strict=True))
-        self._computed = computed
-        computed_now = seconds, worker, kernels, between_seconds, int(prefill), int(decode)
-        fields = *_state_of(counts), *computed_now, self.replica
+        totals = (counts.prefill_tokens, counts.decode_tokens, times.worker, times.kernels)
+        prefill, decode, worker, kernels = (now - before for now, before in zip(totals, self._totals, strict=True))
+        self._totals = totals
+        of_step = seconds, worker, kernels, between_seconds, int(prefill), int(decode), self.replica
+        fields = *_state_of(counts), *of_step
         return StepStats(*fields)
 
     def step(self) -> EngineCoreOutputs:
-        """Receives the result of one step. If it fails, its requests end with an error and the others go on.
+        """Receives the result of one step. If the step fails, its requests end with an error.
 
         Raises:
             EngineDeadError: a worker is lost, so that no step can follow.
-            Exception: the scheduler raises again and again although it has no request.
+            Exception: the scheduler raises repeatedly without any request.
         """
         if self._late:
             return self._late.popleft()
@@ -285,24 +202,18 @@ class StepLoop:
 
     def _may_run_ahead(self) -> bool:
         failed = any(isinstance(pending, _Failed) for _, pending in self._in_flight)
-        return len(self._in_flight) < self.max_in_flight and not failed and self._scheduling(self._can_run_ahead)
-
-    def _can_run_ahead(self) -> bool:
-        return self.scheduler.can_run_ahead
+        if failed or len(self._in_flight) >= self.max_in_flight:
+            return False
+        return self._scheduling(lambda: self.scheduler.can_run_ahead)
 
     def _scheduling(self, call: Callable[[], T]) -> T:
-        """The result of a call of the scheduler.
-
-        Raises:
-            _SchedulerError: it has raised.
-        """
         try:
             return call()
         except Exception as e:
             raise _SchedulerError(e) from e
 
     def drain(self) -> None:
-        """Waits for the steps in flight if all of their requests have ended meanwhile."""
+        """Receives the steps in flight if all of their requests have ended."""
         try:
             while self._in_flight and not self.scheduler.has_work:
                 self._receive()
@@ -310,9 +221,9 @@ class StepLoop:
             self._report_later(self._take_over(failure.error))
 
     def _take_over(self, error: Exception) -> EngineCoreOutputs:
-        """Goes on after the scheduler has raised: what it has appended so far, and perhaps the end of a request.
+        """Recovers after the scheduler has raised; returns its unreported outputs, and perhaps the end of a request.
 
-        Steps in flight are waited for. What they have sampled is computed again: it is not known which of it counts.
+        Steps in flight are received and their tokens computed again, as it is unknown which of them were applied.
         """
         scheduler = self.scheduler
         logger.error("the scheduler failed; its requests go on without the one at fault", exc_info=error)
@@ -376,9 +287,6 @@ class StepLoop:
         times.kernels += result.kernel_seconds
         times.device += result.device_seconds
         times.idle += result.idle_seconds
-        return self._update(plan, result)
-
-    def _update(self, plan: StepPlan, result: StepResult) -> EngineCoreOutputs:
         try:
             outputs = self.scheduler.update(plan, result)
         except Exception as e:
@@ -388,9 +296,12 @@ class StepLoop:
         return outputs
 
     def _fail(self, plan: StepPlan, error: Exception) -> EngineCoreOutputs:
-        """Ends the requests of the plan and of the plans after it, which build on it."""
+        """Ends the requests of the failed plan and of the plans in flight, which build on it."""
         message = f"the step failed: {type(error).__name__}: {error}"
-        failed_at = self._group_of(error.seq_id) if isinstance(error, SequenceError) else None
+        failed_at = None
+        if isinstance(error, SequenceError):
+            groups = self.scheduler.queues.groups.values()
+            failed_at = next((g.group_id for g in groups if any(s.seq_id == error.seq_id for s in g.seqs)), None)
         outputs = self._scheduling(partial(self.scheduler.fail, plan, message))
         while self._in_flight:
             later, pending = self._in_flight.popleft()
@@ -406,14 +317,8 @@ class StepLoop:
         self.executor.check_health()
         return outputs
 
-    def _group_of(self, seq_id: int | None) -> int | None:
-        groups = self.scheduler.queues.groups.values()
-        return next((g.group_id for g in groups if any(s.seq_id == seq_id for s in g.seqs)), None)
-
 
 class _SchedulerError(Exception):
-    """The scheduler has raised."""
-
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
@@ -430,7 +335,7 @@ class _Done:
 
 
 class _Failed:
-    """A step that was not submitted, or not waited for to its end."""
+    """A step that was not submitted, or whose wait was interrupted."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -443,26 +348,35 @@ class _Failed:
 
 
 def _interrupted() -> _Failed:
-    """A step that a ``BaseException`` has torn, such as one that a signal handler of the program has raised."""
+    """A step interrupted by a ``BaseException``, such as one from a signal handler."""
     # One for each: an error keeps the frames that it was raised in, and with them the engine.
     return _Failed(RuntimeError("interrupted"))
 
 
-logger = logging.getLogger("octavo")
-#: What ``wake_up`` brings back.
-SLEEPING_PARTS = ("weights", "kv_cache")
-#: Of its own, so that a command can leave these lines out.
-startup_logger = logging.getLogger("octavo.startup")
+@dataclass(slots=True)
+class StepTimes:
+    steps: int = 0
+    total: float = 0.0
+    #: In the worker, and there in kernels (measured only with ``time_kernels``).
+    worker: float = 0.0
+    kernels: float = 0.0
+    device: float = 0.0
+    idle: float = 0.0
+
+
+class StepObserver(Protocol):
+    """Called with each plan while it is in ``StepLoop.observers``."""
+
+    def planned(self, plan: StepPlan) -> None:
+        """Called before the step is submitted; must return within microseconds."""
 
 
 class EngineCore(StepLoop):
-    """A step loop that makes its scheduler, its blocks and its executor, and owns them."""
+    """The step loop of one model: makes its scheduler, KV cache blocks and executor, and owns them."""
 
     def __init__(self, options: EngineConfig, folder: Path, replica: int = 0) -> None:
-        """Loads the model in ``folder`` and makes its KV cache; ``replica``: see ``make_executor``.
-
-        Raises:
-            OctavoError: the checkpoint is unusable, or memory or options do not allow to run it.
+        """Loads the model in ``folder`` and makes its KV cache, on a GPU after measuring the peak memory of a step
+        (vLLM: profile_run).
         """
         start = time.perf_counter()
         self.replica = replica
@@ -475,25 +389,33 @@ class EngineCore(StepLoop):
             options = without_clock(options, policy_uses_clock=policy.uses_clock)
         self.model_config = read_config(folder, options)
         self.dtype = _resolve_dtype(options, self.model_config)
-        _check_threads(options)
+        processors = len(os.sched_getaffinity(0))
+        if (options.num_threads or 0) > processors:  # they wait for one another by spinning
+            logger.warning(
+                "num_threads is %d, but this process may use %d processors: more threads than these make steps slower",
+                options.num_threads,
+                processors,
+            )
         context_length = _context_length(options, self.model_config)
-        _check_max_logprobs(options)
+        limit = options.max_logprobs or 0
+        if (limit == -1 or limit > MAX_LOGPROBS_ON_GPU) and device != "cpu":
+            raise ConfigError(f"max_logprobs must be in [0, {MAX_LOGPROBS_ON_GPU}] on a GPU, not {limit}")
         check_draft_model(options, self.model_config, folder)
-        #: With ``max_num_batched_tokens`` resolved.
         if self.model_config.is_encoder:
             options = options.for_encoder(device)
         elif self.model_config.encoder_facts is not None:
             options = options.for_encoder_decoder(device, context_length)
         else:
             options = options.with_token_budget(device, context_length)
+        #: With ``max_num_batched_tokens`` resolved.
         self.options = options
-        # The rotary table need not be longer, and for two kinds of scaling it is better if it is not.
+        # The rotary table need not be longer, and two kinds of scaling are better with a short one.
         fitted = replace(self.model_config, max_position=context_length)
         executor = make_executor(options, fitted, folder, self.dtype, replica)
         #: Called once: by ``shutdown``, or when the core is dropped or the process ends.
         self._end_workers = weakref.finalize(self, executor.shutdown)
         in_flight = options.token_budget * _steps_in_flight(options)
-        #: Longest sequence in tokens: as configured, or what the blocks can hold if that is less.
+        #: Longest sequence in tokens: as configured, or less if the blocks hold less.
         self.max_model_len, counts = executor.cache_size(context_length, in_flight)
         if self.max_model_len < context_length:
             logger.warning(
@@ -513,7 +435,6 @@ class EngineCore(StepLoop):
         scheduler = self._new_scheduler(executor, sizes, Preparations(limits_of(options)))
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
         checkpoint = self.model_config.quantization
-        #: What the engine got, also logged.
         self.startup = StartupFacts(
             model=options.model,
             architecture=self.model_config.architecture,
@@ -532,11 +453,9 @@ class EngineCore(StepLoop):
         )
         for line in self.startup.lines():
             startup_logger.info("%s", line)
-        #: While it sleeps nothing can be computed.
         self.is_sleeping = False
 
     def _warn_of_long_inputs(self, counts: Sequence[int]) -> None:
-        """Says so if the longest input and output together do not fit the blocks: such requests end with an error."""
         longest, size = self.model_config.longest_input(self.max_model_len), self.options.block_size
         needed = 0 if longest is None else -(-longest // size) + -(-self.max_model_len // size)
         if needed > min(counts, default=needed):
@@ -550,7 +469,6 @@ class EngineCore(StepLoop):
             )
 
     def _new_scheduler(self, executor: Executor, sizes: list[GroupBlocks], preparations: Preparations) -> Scheduler:
-        """A scheduler over the blocks, which have these sizes, with the cost of moving one."""
         options = self.options
         scheduler = Scheduler(
             self.blocks,
@@ -568,23 +486,12 @@ class EngineCore(StepLoop):
         return scheduler
 
     def pin_adapter(self, adapter: AdapterRef) -> None:
-        """Keeps an adapter in host memory, and in a slot if it needs one; it is loaded with the next steps.
-
-        Raises:
-            AdapterError: so many are pinned that no other could run, or its kind is not enabled.
-        """
         self.scheduler.preparations.pin(adapter_preparation(adapter), adapter.name)
 
     def sleep(self, level: int = 1) -> None:
-        """Frees memory until ``wake_up``; the prefix cache is reset. See ``LLM.sleep`` for the levels.
+        """Frees memory until ``wake_up``; see ``LLM.sleep`` for the levels. Level 2 may follow level 1.
 
-        While it sleeps at level 1, level 2 may follow; other calls change nothing then.
-
-        Pinned prefixes are released with it; what gave them has them computed again. Adapters stay in host memory.
-
-        Raises:
-            ConfigError: there is no such level.
-            EngineStateError: requests are unfinished.
+        Pinned prefixes are released: the owner must compute them again. Adapters stay in host memory.
         """
         if level not in (1, 2):
             raise ConfigError(
@@ -598,11 +505,7 @@ class EngineCore(StepLoop):
         self.is_sleeping = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Restores weights and KV cache, or those of them in ``tags``; whether both are there.
-
-        Raises:
-            ConfigError: there is no such tag.
-        """
+        """Restores weights and KV cache, or those named in ``tags``; returns whether both are there."""
         if unknown := set(tags or ()) - set(SLEEPING_PARTS):
             raise ConfigError(f"tags of wake_up must be of {', '.join(SLEEPING_PARTS)}, not {', '.join(unknown)}")
         parts = [*SLEEPING_PARTS] if tags is None else [*tags]
@@ -611,16 +514,15 @@ class EngineCore(StepLoop):
 
     @property
     def was_shut_down(self) -> bool:
-        """Whether ``shutdown`` was called."""
         return not self._end_workers.alive
 
     def shutdown(self) -> None:
-        """Ends the workers: nothing can be computed any more. Also done when the core is dropped."""
+        """Ends the workers; also done when the core is garbage collected."""
         self._end_workers()
 
 
 def block_settings(options: EngineConfig) -> dict[str, Any]:
-    """The keywords of a ``BlockManager`` under these options, whose token budget is resolved."""
+    """The arguments of ``BlockManager``; the token budget in ``options`` must be resolved."""
     return {
         "max_num_batched_tokens": options.token_budget * _steps_in_flight(options),
         "cuts_prompts": options.cuts_prompts,
@@ -630,22 +532,8 @@ def block_settings(options: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _check_threads(options: EngineConfig) -> None:
-    """Warns of more threads than processors: they wait for one another by spinning, and take turns while they do."""
-    processors = len(os.sched_getaffinity(0))
-    if options.num_threads is not None and options.num_threads > processors:
-        logger.warning(
-            "num_threads is %d, but this process may use %d processors: more threads than these make steps slower",
-            options.num_threads,
-            processors,
-        )
-
-
 def _steps_in_flight(options: EngineConfig) -> int:
-    """One for each pipeline stage; at least two with ``async_scheduling``, by default on a GPU.
-
-    There the processor is idle while the device computes.
-    """
+    """One per pipeline stage; two with ``async_scheduling``, the default on a GPU."""
     if options.pipeline_parallel_size > 1:
         return options.pipeline_parallel_size
     return 2 if options.plans_ahead(resolve_device(options.device)) else 1
@@ -660,14 +548,7 @@ def _resolve_dtype(options: EngineConfig, config: ModelConfig) -> str:
     return stored if stored in ("float32", "float16") else "bfloat16"
 
 
-def _check_max_logprobs(options: EngineConfig) -> None:
-    limit = options.max_logprobs or 0
-    if (limit == -1 or limit > MAX_LOGPROBS_ON_GPU) and resolve_device(options.device) != "cpu":
-        raise ConfigError(f"max_logprobs must be in [0, {MAX_LOGPROBS_ON_GPU}] on a GPU, not {limit}")
-
-
 def _context_length(options: EngineConfig, config: ModelConfig) -> int:
-    """``max_model_len``, checked against the model and the token budget."""
     length = options.max_model_len or config.default_length
     if length > config.max_position:
         raise ConfigError(
@@ -684,49 +565,38 @@ def _context_length(options: EngineConfig, config: ModelConfig) -> int:
     return length
 
 
-# Views of an engine for those who watch it: read off the scheduler and the blocks between steps, when asked for.
-
-#: Seconds after a view in which changes are still collected for the next one.
-_PATIENCE = 5.0
-#: Device blocks that a change names at most.
-_MAX_BLOCKS = 64
-
-
 class ViewRecorder:
-    """Owns the records of the last steps, and what has changed since the last view.
+    """Records the last steps and the changes since the last view.
 
-    ``note`` keeps the statistics of each step, which are made anyway: that is all that is done while nobody watches. A
-    view is made by ``view``, and from then on ``planned`` is to be called with each plan; ``watches`` says until when.
+    ``note`` keeps the statistics of each step, at no further cost. After a ``view``, ``planned`` must be called with
+    each plan until ``watches`` is False.
     """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock``: of the scheduler, in seconds."""
         self._scheduler, self._clock = scheduler, clock
-        #: Ends of the last steps, and their statistics; how many there were, and at the last view.
+        #: Times at which the last steps ended, and their statistics.
         self._steps: deque[tuple[float, StepStats]] = deque(maxlen=NUM_STEPS)
+        #: Number of all steps, and of those before the last view.
         self._noted = self._sent = 0
         self._changes: deque[Change] = deque(maxlen=MAX_CHANGES)
         self._num_changes = self._preempted = 0
-        #: Blocks that each KV group had evicted, as far as that was seen.
+        #: Blocks that each KV group had evicted at the last plan.
         self._evicted = self._num_evicted()
-        #: By group: how often it was preempted, as far as that was seen.
+        #: By group: its preemptions at the last plan.
         self._seen: dict[int, int] = {}
-        self._asked = -_PATIENCE
+        self._last_view = -_WATCH_SECONDS
 
     def note(self, stats: StepStats) -> None:
-        """A step has ended."""
         self._steps.append((self._clock(), stats))
         self._noted += 1
 
     @property
     def watches(self) -> bool:
-        """Whether a view was asked for a moment ago, so that another will be."""
-        return self._clock() - self._asked < _PATIENCE
-
-    # --- while somebody watches -------------------------------------------------------------------------------------
+        """Whether a view was asked for within the last seconds."""
+        return self._clock() - self._last_view < _WATCH_SECONDS
 
     def planned(self, plan: StepPlan) -> None:
-        """See ``StepObserver``: notes what the plan does to blocks and groups."""
+        """Records the changes that a plan makes to blocks and groups."""
         step = plan.step
         if pairs := plan.blocks_to_swap_out[:_MAX_BLOCKS]:
             self._add(Change("swap_out", step, NOBODY, [device for device, _ in pairs]))
@@ -738,8 +608,17 @@ class ViewRecorder:
             sequence = self._scheduler.queues.sequences.get(fork.child)
             group_id = NOBODY if sequence is None else sequence.group.group_id
             self._add(Change("fork", step, group_id, self._scheduler.blocks.table(fork.child)[:_MAX_BLOCKS]))
-        self._find_evicted(step)
-        self._find_preempted(step)
+        evicted = self._num_evicted()
+        if evicted != self._evicted:
+            for group, now, before in zip(self._scheduler.blocks.groups, evicted, self._evicted, strict=True):
+                if now > before:
+                    self._add(Change("evict", step, NOBODY, list(group.cache.last_evicted)[before - now :]))
+            self._evicted = evicted
+        counts = self._scheduler.counts()
+        preempted = counts.preemptions_by_recompute + counts.preemptions_by_swap
+        if preempted != self._preempted:
+            self._preempted = preempted
+            self._add_preemptions(step)
 
     def _add(self, change: Change) -> None:
         self._changes.append(change)
@@ -748,22 +627,8 @@ class ViewRecorder:
     def _num_evicted(self) -> list[int]:
         return [group.cache.num_evicted for group in self._scheduler.blocks.groups]
 
-    def _find_evicted(self, step: int) -> None:
-        evicted = self._num_evicted()
-        if evicted == self._evicted:
-            return
-        for group, now, before in zip(self._scheduler.blocks.groups, evicted, self._evicted, strict=True):
-            if now > before:
-                self._add(Change("evict", step, NOBODY, list(group.cache.last_evicted)[before - now :]))
-        self._evicted = evicted
-
-    def _find_preempted(self, step: int) -> None:
-        counts = self._scheduler.counts()
-        total = counts.preemptions_by_recompute + counts.preemptions_by_swap
-        if total == self._preempted:
-            return
-        self._preempted = total
-        for group in self._groups():
+    def _add_preemptions(self, step: int) -> None:
+        for group in self._scheduler.queues.groups.values():
             totals = group.totals
             preempted = totals.num_recomputes + totals.num_swaps
             if preempted > self._seen.get(group.group_id, 0) and group.status is not SequenceStatus.RUNNING:
@@ -774,52 +639,46 @@ class ViewRecorder:
                     self._add(Change("recompute", step, number, [], totals.num_recomputed_tokens, cause))
             self._seen[group.group_id] = preempted
 
-    # --- the view ---------------------------------------------------------------------------------------------------
-
     def view(self, fresh: bool = False) -> EngineView:
-        """The engine now, with what has changed since the last view; ``fresh``: with all steps that are known."""
+        """The state now, and the changes since the last view; ``fresh``: includes all recorded steps."""
         start, now = time.perf_counter(), self._clock()
-        if not self.watches:  # what was before is not known
+        if not self.watches:  # earlier changes were not recorded
             self._changes.clear()
             self._num_changes, self._evicted = 0, self._num_evicted()
             self._seen = {
-                group.group_id: group.totals.num_recomputes + group.totals.num_swaps for group in self._groups()
+                group.group_id: group.totals.num_recomputes + group.totals.num_swaps
+                for group in self._scheduler.queues.groups.values()
             }
-        self._asked = now
+        self._last_view = now
         counts, options = self._scheduler.counts(), self._scheduler.options
         self._preempted = counts.preemptions_by_recompute + counts.preemptions_by_swap
         new = len(self._steps) if fresh else min(self._noted - self._sent, len(self._steps))
         self._sent = self._noted
-        state = SchedulerState(*(getattr(counts, name) for name in SchedulerState.__struct_fields__))
-        groups = list(self._groups())
+        groups = list(self._scheduler.queues.groups.values())
         holders = [(holder, group.group_id) for group in groups for holder in group.holder_ids]
         view = EngineView(
             replica=0,
             at=now,
             token_budget=options.token_budget,
             max_num_seqs=options.max_num_seqs,
-            state=state,
+            state=SchedulerState(*_state_of(counts)),
             blocks=block_maps(self._scheduler.blocks, holders),
             groups=list(self._rows(groups, now)),
             steps=[_record(at, stats) for at, stats in itertools.islice(self._steps, len(self._steps) - new, None)],
             changes=list(self._changes),
             num_changes=self._num_changes,
             evicted_blocks=sum(self._num_evicted()),
-            adapters=list(self._adapters()),
+            adapters=[
+                AdapterSlot(adapter.slot, adapter.key, adapter.num_running)
+                for adapter in self._scheduler.preparations.adapters_in_slots()[:MAX_ADAPTER_SLOTS]
+                if adapter.slot is not None
+            ],
         )
         self._seen = {group.group_id: self._seen.get(group.group_id, 0) for group in groups}
         self._changes.clear()
         self._num_changes = 0
         view.cost = time.perf_counter() - start
         return view
-
-    def _groups(self) -> Iterator[SequenceGroup]:
-        return iter(self._scheduler.queues.groups.values())
-
-    def _adapters(self) -> Iterator[AdapterSlot]:
-        for thing in self._scheduler.preparations.adapters_in_slots()[:MAX_ADAPTER_SLOTS]:
-            assert thing.slot is not None
-            yield AdapterSlot(thing.slot, thing.key, thing.num_running)
 
     def _rows(self, groups: list[SequenceGroup], now: float) -> Iterator[GroupRow]:
         for status in (SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.SWAPPED):
@@ -844,22 +703,56 @@ class ViewRecorder:
 
 
 def _record(at: float, stats: StepStats) -> StepRecord:
-    return StepRecord(
-        stats.steps,
-        at,
-        stats.seconds,
-        stats.worker_seconds,
-        stats.kernel_seconds,
-        stats.between_seconds,
-        stats.prefill_tokens,
-        stats.decode_tokens,
-        stats.num_running,
-        stats.num_waiting,
-        stats.num_swapped,
-        stats.blocks_used,
-        stats.blocks_cached,
-        stats.blocks_free,
-        stats.preemptions_by_recompute + stats.preemptions_by_swap,
-        stats.prefix_queried_tokens,
-        stats.prefix_hit_tokens,
+    fields = {name: getattr(stats, name) for name in _RECORDED_FIELDS}
+    preemptions = stats.preemptions_by_recompute + stats.preemptions_by_swap
+    return StepRecord(step=stats.steps, at=at, preemptions=preemptions, **fields)
+
+
+def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) -> None:
+    """Refuses a draft model with another vocabulary than the model in ``folder``, before weights are read.
+
+    Both must have the same tokens with the same ids. Embedding rows without a token may differ in number; without
+    tokenizers to compare, the sizes must be equal.
+    """
+    draft = options.speculative_config
+    if draft is None or draft.method != "draft_model":
+        return
+    # Imported here: the core's process needs no tokenizer otherwise.
+    from octavo.engine.tokenizer import NoTokenizer, find_tokenizer
+
+    assert draft.model is not None
+    dummy = options.load_format == "dummy"
+    try:
+        draft_folder = resolve_model(draft.model, revision=draft.revision, weights=not dummy)
+    except ModelNotFoundError as e:
+        raise ModelNotFoundError(f"speculative_config: {e}") from None
+    draft_size = read_model_config(draft_folder).vocab_size
+    if draft_folder == folder:
+        return
+    tokenizer = find_tokenizer(options, folder)
+    draft_tokenizer = find_tokenizer(options.model_copy(update={"tokenizer": None}), draft_folder)
+    if isinstance(tokenizer, NoTokenizer) or isinstance(draft_tokenizer, NoTokenizer):
+        difference = None
+        if draft_size != config.vocab_size:
+            difference = f"{draft_size} tokens instead of {config.vocab_size}"
+    else:
+        difference = _difference(tokenizer, draft_tokenizer)
+    if difference is not None:
+        raise ConfigError(
+            f"speculative_config: the draft model {draft.model!r} has another vocabulary than the model "
+            f"{options.model!r}: {difference}; take one of the same family, or method 'ngram' or 'suffix'"
+        )
+
+
+def _difference(model: Tokenizer, drafts: Tokenizer) -> str | None:
+    model_tokens, draft_tokens = (
+        {token_id: text for text, token_id in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
+        for tokenizer in (model, drafts)
     )
+    for token_id in sorted(model_tokens.keys() & draft_tokens.keys()):
+        if model_tokens[token_id] != draft_tokens[token_id]:
+            return f"token {token_id} is {draft_tokens[token_id]!r} instead of {model_tokens[token_id]!r}"
+    if len(model_tokens) != len(draft_tokens):
+        return f"{len(draft_tokens)} tokens instead of {len(model_tokens)}"
+    missing = min(model_tokens.keys() ^ draft_tokens.keys(), default=None)
+    return None if missing is None else f"token {missing} is in one of them alone"

@@ -1,4 +1,4 @@
-"""The front end's side of the core's process: exchanges messages with it, and detects its end."""
+"""The front end's side of a core's process: ``CoreClient`` exchanges messages with it, ``CoreStarter`` starts it."""
 
 from __future__ import annotations
 
@@ -41,18 +41,23 @@ if TYPE_CHECKING:
     from octavo.engine.replicas import Replica
 
 
-#: Seconds that a core may take to end.
-_END_TIMEOUT = 5.0
-
 logger = logging.getLogger("octavo")
 T = TypeVar("T")
 
+_END_TIMEOUT = 5.0
+#: Seconds within which a replica's starts are counted, at most ``engine_restarts``.
+RESTART_WINDOW = 600.0
+#: A restart fails after 10 x the time of the first start, and never before 60 s.
+_PATIENCE, _LEAST_PATIENCE = 10.0, 60.0
+#: Seconds between the use of a reserve core and the start of the next one, which would slow down the first steps.
+REFILL_DELAY = 3.0
+
 
 class CoreClient:
-    """Sends messages to a core and passes on those that it sends. For one event loop.
+    """The front end's connection to one core. For one event loop.
 
-    When the core dies all calls fail at once, and ``on_death`` is called, once, and never after ``close``. From then on
-    no message of the core is looked at: what it has computed and not said is lost, and can be computed again.
+    When the core dies, all calls fail at once and ``on_death`` is called, once, and never after ``close``. No message
+    is processed after that: tokens that the core computed and did not report are computed again elsewhere.
     """
 
     def __init__(self, process: CoreProcess) -> None:
@@ -61,8 +66,8 @@ class CoreClient:
 
         from octavo.engine.core_process import FROM_CORE, MAX_WAITING_STEPS, TO_CORE
 
-        self._process = process
-        #: Awaited before the next message is looked at.
+        self.process = process
+        #: Awaited before the next message is processed.
         self.on_step: Callable[[StepDone], Awaitable[None]] = _ignore
         self.on_death: Callable[[OctavoError], None] = lambda error: None
         #: Why the core has ended, if it has.
@@ -70,10 +75,9 @@ class CoreClient:
         self._loop = asyncio.get_running_loop()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain_number)
         self._context: Any = zmq.asyncio.Context(io_threads=1)
-        # Messages that a dead core did not receive must not delay the end of this process.
+        # Messages to a dead core must not delay the end of this process.
         self._context.setsockopt(zmq.LINGER, 0)
-        # Sending never waits, so it is possible while a task is being cancelled, where nothing can be awaited.
-        # The number of open requests bounds the messages that wait.
+        # Sending never waits, so a task can send while it is cancelled. The open requests bound the queued messages.
         self._out = zmq.Socket(self._context, zmq.PUSH)
         self._out.setsockopt(zmq.LINGER, 0)
         self._out.setsockopt(zmq.SNDHWM, 0)
@@ -83,7 +87,7 @@ class CoreClient:
         self._in.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES_FROM_CORE)
         self._in.setsockopt(zmq.RCVHWM, MAX_WAITING_STEPS)
         self._in.bind(f"ipc://{process.folder / FROM_CORE}")
-        # Where nobody closes the client: the context's end waits for that of its sockets.
+        # In case nobody closes the client: the context's end waits for its sockets.
         weakref.finalize(self, self._out.close)
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
@@ -95,15 +99,11 @@ class CoreClient:
         process.life.setblocking(False)
         self._loop.add_reader(process.life, self._read_exit_report)
 
-    # --- to the core ------------------------------------------------------------------------------------------------
-
     def send(self, message: ToCore) -> None:
-        """Sends a message without waiting; nothing happens if the core has ended.
-
-        What the core could not read was refused before (``InputProcessor``).
+        """Sends a message without waiting; no effect if the core has ended.
 
         Raises:
-            InvalidRequestError: it holds something that cannot be sent, or is too long.
+            InvalidRequestError: the message is too long or cannot be encoded.
         """
         if self.error is not None or self._closing:
             return
@@ -116,20 +116,16 @@ class CoreClient:
         self._out.send(data)
 
     async def call(self, method: Any, kind: type[T], *args: Any) -> T:
-        """The core's answer to a ``Call``.
+        """Calls a method of the core and decodes its answer as ``kind``.
 
         Raises:
-            EngineDeadError: it ended before it answered.
+            EngineDeadError: the core ended before it answered.
             OctavoError: the method failed.
         """
         return msgspec.msgpack.decode(await self._ask(lambda call_id: Call(call_id, method, list(args))), type=kind)
 
     async def hand_over(self, group_ids: list[int]) -> None:
-        """Takes requests from the core: all that it has said of them was looked at when this returns.
-
-        Raises:
-            EngineDeadError: it ended before it answered.
-        """
+        """Takes requests from the core; all of their outputs were processed when this returns."""
         await self._ask(lambda call_id: HandOver(call_id, group_ids))
 
     async def _ask(self, message: Callable[[int], Call | HandOver]) -> msgspec.Raw:
@@ -144,14 +140,12 @@ class CoreClient:
         finally:
             del self._calls[call_id]
 
-    # --- from the core ----------------------------------------------------------------------------------------------
-
     async def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromCore)
         try:
             while True:
                 await self._process_message(decoder.decode(await self._in.recv()))
-                # Receiving a message that has already arrived does not yield to other tasks.
+                # Receiving an available message does not yield to other tasks.
                 await asyncio.sleep(0)
         except Exception as e:
             logger.exception("the front end failed at a message of the engine's process")
@@ -178,37 +172,37 @@ class CoreClient:
                     self.ready.set_result(message)
 
     def _read_exit_report(self) -> None:
-        """Called when ``life`` is readable: the core sends its exit report there, and its end closes the socket."""
-        with contextlib.suppress(ConnectionError):  # like its end
-            data = self._process.life.recv(1 << 16)
+        """Reads ``life``: the core writes its exit report there, and closes it when it ends."""
+        with contextlib.suppress(ConnectionError):  # as at its end
+            data = self.process.life.recv(1 << 16)
             if data:
                 self._exit_report += data
                 return
-        self._loop.remove_reader(self._process.life)
+        self._loop.remove_reader(self.process.life)
         self._ended.set()
-        self._process.remove_folder()
-        if not self._closing:
-            self._die(_exit_error(self._exit_report, self._process, loading=not self.ready.done()))
+        self.process.remove_folder()
+        if self._closing:
+            return
+        if not self._exit_report:
+            self._die(self.process.exit_error())
+            return
+        failure = msgspec.msgpack.decode(self._exit_report, type=Failure)
+        error = failure.error()
+        if self.ready.done() or not failure.is_known:  # errors of the loading are raised as they are
+            kind = EngineKilledError if isinstance(error, EngineKilledError) else EngineDeadError
+            error = kind(f"the engine's process failed: {error}")
+        self._die(error)
 
     def give_up(self, reason: str) -> None:
-        """Kills a core that cannot go on, as if it had died."""
-        kind = EngineKilledError if self._process.is_stopped else EngineDeadError
+        """Kills a core that hangs, and reports its death."""
+        kind = EngineKilledError if self.process.is_stopped else EngineDeadError
         self._die(kind(reason))
-        self._process.end()
-
-    def read_recorder(self) -> set[int]:
-        """The requests of the steps that the core has last begun."""
-        return self._process.read_recorder()
-
-    @property
-    def pid(self) -> int:
-        """The core's process id."""
-        return self._process.pid
+        self.process.end()
 
     def _die(self, error: OctavoError) -> None:
         if self.error is None:
             self._fail_calls(error)
-            self._receiver.cancel()  # perhaps within a step: each part of one is looked at as a whole, or not at all
+            self._receiver.cancel()  # each part of a step is processed as a whole, or not at all
             self._receiver.add_done_callback(lambda _: None if self._closing else self.on_death(error))
 
     def _fail_calls(self, error: OctavoError) -> None:
@@ -220,10 +214,7 @@ class CoreClient:
             if not future.done():
                 future.set_exception(error)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
-
     async def close(self) -> None:
-        """Ends the core, if possible after its current step, and removes its sockets."""
         if self.error is None and not self._closing:
             self.send(Shutdown())
             self._closing = True
@@ -233,80 +224,49 @@ class CoreClient:
         await self.kill()
 
     def end(self) -> None:
-        """Kills the core, without waiting for its end, and removes its sockets."""
         self._closing = True
-        self._process.end()
-        self._process.remove_folder()
+        self.process.end()
+        self.process.remove_folder()
 
     async def kill(self) -> None:
-        """Ends the core at once and removes its sockets."""
         self._closing = True
         if self.error is None:
             self._fail_calls(EngineDeadError("the engine has been shut down"))
         self._receiver.cancel()
-        if self._process.life.fileno() >= 0:
-            self._loop.remove_reader(self._process.life)
+        if self.process.life.fileno() >= 0:
+            self._loop.remove_reader(self.process.life)
         self._out.close()
         self._context.destroy()
-        await self._process.end_and_wait()
+        await self.process.end_and_wait()
 
 
-async def _ignore(step: StepDone) -> None:
-    """The default of ``on_step``."""
+async def _ignore(step: StepDone) -> None: ...
 
 
 def _plain_number(value: object) -> Any:
-    """Converts numpy's numbers, which are subclasses of Python's, to Python's own."""
     if isinstance(value, float):
         return float(value)
     raise TypeError(f"{type(value).__name__} cannot cross to another process")
 
 
-def _exit_error(report: bytes, process: CoreProcess, *, loading: bool) -> OctavoError:
-    """The error of a core that has ended: the ``OctavoError`` reported while loading, else ``EngineDeadError``."""
-    if not report:
-        return process.exit_error()
-    failure = msgspec.msgpack.decode(report, type=Failure)
-    error = failure.error()
-    if loading and failure.is_known:
-        return error
-    kind = EngineKilledError if isinstance(error, EngineKilledError) else EngineDeadError
-    return kind(f"the engine's process failed: {error}")
-
-
-# Starts engine cores: those of the replicas, those that take the place of one that has died, and those in reserve.
-
-#: Seconds within which the starts of a replica are counted: more than ``engine_restarts`` of them are not tried.
-RESTART_WINDOW = 600.0
-#: A start that takes so many times as long as the first one is given up; at least so many seconds.
-_PATIENCE, _LEAST_PATIENCE = 10.0, 60.0
-#: Seconds after a core from the reserve has taken over in which no other is started: to load a model would take
-#: processors from the first steps of those who have waited.
-REFILL_DELAY = 3.0
-
-
 @dataclass(frozen=True)
 class StartedCore:
-    """A core whose model is loaded."""
-
     client: CoreClient
     ready: Ready
-    #: When it was begun, on the clock of ``time.monotonic``.
+    #: Its start on the clock of ``time.monotonic``.
     began: float = 0.0
 
 
 class RestartLimit:
-    """Counts the starts of one replica."""
+    """Limits the starts of one replica to ``most`` within ``RESTART_WINDOW`` seconds."""
 
     def __init__(self, most: int) -> None:
-        """``most``: starts within ``RESTART_WINDOW`` seconds."""
         self._most = most
         self._times: deque[float] = deque()
-        #: Starts so far.
         self.count = 0
 
     def take(self) -> bool:
-        """Counts one more start, if there may be one."""
+        """Counts a start; False if the limit is reached."""
         now = time.monotonic()
         while self._times and now - self._times[0] > RESTART_WINDOW:
             self._times.popleft()
@@ -317,40 +277,36 @@ class RestartLimit:
         return True
 
     def forgive(self, count: int) -> None:
-        """The last ``count`` starts do not count any more: one request was to blame, which has ended."""
+        """Uncounts the last starts: one request was to blame, and it has ended."""
         for _ in range(min(count, len(self._times))):
             self._times.pop()
 
     @property
     def num_recent(self) -> int:
-        """Starts that count now."""
         return len(self._times)
 
 
 class CoreStarter:
-    """Owns how a core is started, and the cores in reserve. For one event loop."""
+    """Starts cores and owns those in reserve. For one event loop."""
 
     def __init__(self, num_standby: int, limit: RestartLimit) -> None:
-        """``num_standby``: cores that are kept loaded in reserve, from ``fill_reserve`` on.
-
-        ``limit``: of the starts after one of them has died there.
-        """
+        """``num_standby``: cores to keep in reserve. ``limit``: for starts after a core died in reserve."""
         self._num_standby, self._limit = num_standby, limit
         self._start: Start | None = None
-        self._first_start = time.monotonic()
-        #: What the first cores took to load.
+        self.created = time.monotonic()
+        #: The time that the first cores took to load.
         self.start_seconds = 0.0
         self._reserve: list[StartedCore] = []
         self._filling: asyncio.Task[None] | None = None
         self._starting: set[CoreClient] = set()
-        #: Ends of cores that have died in reserve, whose sockets are still open.
+        #: Clean-ups of cores that have died in reserve.
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
-        #: Of the files that the front end has read, see ``description_digest``.
+        #: ``description_digest`` of the files that the front end has read.
         self.description = ""
 
     def begin(self, clients: list[CoreClient], options: dict[str, Any], log_level: int, folder: Path) -> None:
-        """Tells the first cores to load the model, as all later ones will be told."""
+        """Tells the first cores to load the model; later ones get the same options."""
         self._start = Start(options, str(folder), log_level)
         for number, client in enumerate(clients):
             client.send(self._message(number))
@@ -359,17 +315,13 @@ class CoreStarter:
         assert self._start is not None, "begin comes first"
         return Start(self._start.options, self._start.folder, self._start.log_level, number)
 
-    def all_ready(self) -> None:
-        """The first cores have loaded: so long does it take."""
-        self.start_seconds = time.monotonic() - self._first_start
-
     async def start(self, number: int, after: CoreClient | None = None) -> StartedCore:
-        """Starts a core in the place of replica ``number``, whose memory is free when ``after`` has ended.
+        """Starts a core for replica ``number``, once ``after`` has ended and freed its memory.
 
         Raises:
             OctavoError: it could not load the model.
-            ConfigError: the model's configuration or tokenizer was changed.
-            EngineDeadError: it has ended meanwhile, or takes far longer than the first one did.
+            ConfigError: the model's configuration or tokenizer has changed.
+            EngineDeadError: it ended meanwhile, or takes far longer than the first one.
         """
         await self.check_files()
         began = time.monotonic()
@@ -392,11 +344,7 @@ class CoreStarter:
             self._starting.discard(client)
 
     async def check_files(self) -> None:
-        """A core that is started now would have the configuration and the tokens that the front end knows.
-
-        Raises:
-            ConfigError: the files were changed.
-        """
+        """Raises ``ConfigError`` if the configuration or the tokenizer has changed since the front end read it."""
         if await asyncio.to_thread(lambda: description_digest(self._folder())) != self.description:
             raise ConfigError(
                 "the model's configuration or tokenizer was changed since it was loaded: the whole engine must be "
@@ -404,22 +352,18 @@ class CoreStarter:
             )
 
     async def digest_now(self) -> str:
-        """The digest of the model that a core has which is started now."""
+        """The digest of the checkpoint that a new core would load."""
         assert self._start is not None
         return await asyncio.to_thread(checkpoint_digest, self._start.options["model"], self._folder())
 
     def _folder(self) -> Path:
-        """Where the model's configuration and tokenizer are now; those of a GGUF file that was changed are read."""
+        """The folder of the model's configuration; for a GGUF file, the one extracted from its present content."""
         assert self._start is not None, "begin comes first"
         model = Path(os.path.expanduser(self._start.options["model"]))
         return gguf_folder(model) if os.path.isfile(model) else Path(self._start.folder)
 
     async def renew_reserve(self, since: float) -> None:
-        """Ends the cores in reserve that were begun before ``since``, and waits for others in their place.
-
-        Raises:
-            EngineDeadError: they are not ready.
-        """
+        """Replaces the reserve cores begun before ``since``, and waits for the new ones."""
         if not self._num_standby:
             return
         if self._filling is not None:
@@ -434,7 +378,7 @@ class CoreStarter:
             raise EngineDeadError("no engine's process could be started in reserve; the log says why")
 
     def fill_reserve(self, after: float = 0.0) -> None:
-        """Starts cores in reserve, in so many seconds, until there are as many as there shall be."""
+        """Starts the missing reserve cores after ``after`` seconds."""
         if self._filling is None and len(self._reserve) < self._num_standby and not self._closed:
             self._filling = asyncio.create_task(self._fill(after))
 
@@ -462,41 +406,33 @@ class CoreStarter:
             self.fill_reserve()
 
     def take_reserve(self) -> StartedCore | None:
-        """A core in reserve, if there is one."""
         return next((self._reserve.pop(i) for i, core in enumerate(self._reserve) if core.client.error is None), None)
 
     @property
     def num_reserve(self) -> int:
-        """Cores in reserve that live."""
         return len(self._reserve)
 
     async def close(self) -> None:
-        """Ends the cores that no replica has."""
         self._closed = True
         if self._filling is not None:
             self._filling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._filling
-        await asyncio.gather(*self._ending, *(client.kill() for client in [*self._starting, *self._clients()]))
+        clients = [*self._starting, *(core.client for core in self._reserve)]
+        await asyncio.gather(*self._ending, *(client.kill() for client in clients))
 
     def end(self) -> None:
-        """Ends them at once, without waiting for their end."""
+        """Kills them without waiting for their end."""
         self._closed = True
-        for client in [*self._starting, *self._clients()]:
+        for client in [*self._starting, *(core.client for core in self._reserve)]:
             client.end()
-
-    def _clients(self) -> list[CoreClient]:
-        return [core.client for core in self._reserve]
-
-
-# Ends engine cores that hang.
 
 
 async def watch(replicas: Sequence[Replica], step_timeout: float, is_paused: Callable[[], bool]) -> None:
-    """Gives up each core that does no step for ``step_timeout`` seconds while it has requests; never returns.
+    """Kills each core that does no step for ``step_timeout`` seconds while it has requests; never returns.
 
-    It looks ten times in that period and counts its own looks, so that a pause of this process does not count, nor
-    does a time in which the core had no processor (``Replica.is_hung``).
+    It checks ten times in that period and counts its checks, so that neither a pause of this process nor a time in
+    which the core had no processor counts (``Replica.is_hung``).
     """
     while True:
         await asyncio.sleep(step_timeout / 10)

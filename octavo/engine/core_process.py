@@ -2,10 +2,10 @@
 
 Started by ``core_start.CoreProcess`` as ``python -m octavo.engine.core_process FOLDER LIFE RECORDER``.
 
-On a CPU nothing is prepared for the next step while one computes: all cores are busy then, and there is little to gain.
-With 64 sequences of the demo model, scheduling and processing results cost 0.4 ms of processor time a step, and sending
-0.1 ms; the step itself takes more than 50 ms. On a GPU these are done while it computes (``step_loop``). The front
-end's work for a step (1.2 ms) is done in its own process.
+On a CPU the next step is not planned while one computes: all processors are busy, and there is little to gain. With 64
+sequences of the demo model, scheduling and processing results cost 0.4 ms of processor time a step, and sending 0.1 ms;
+the step itself takes more than 50 ms. On a GPU both are done while it computes (``core.StepLoop``). The front end's
+work for a step (1.2 ms) is done in its own process.
 """
 
 from __future__ import annotations
@@ -31,27 +31,10 @@ from octavo.core.garbage import IdleCollector, settle_collector
 from octavo.core.plan import EngineCoreOutputs
 from octavo.core.request import AdapterRef
 from octavo.core.stats import EngineView
+from octavo.engine import messages
 from octavo.engine.blame import FlightRecorder
 from octavo.engine.core import ViewRecorder
-from octavo.engine.messages import (
-    BYTES_OF_LOGPROB,
-    MAX_BYTES_FROM_CORE,
-    MAX_BYTES_TO_CORE,
-    MAX_EXIT_REPORT,
-    Abort,
-    Add,
-    Call,
-    FromCore,
-    HandOver,
-    Ready,
-    Reply,
-    Shutdown,
-    Start,
-    StepDone,
-    Stop,
-    ToCore,
-    Unpin,
-)
+from octavo.engine.messages import MAX_BYTES_FROM_CORE, MAX_BYTES_TO_CORE, FromCore, Reply, ToCore
 from octavo.process.children import Failure, end_with, send_logs
 from octavo.process.startup import ProcessProfile, phase, profile
 
@@ -59,21 +42,19 @@ if TYPE_CHECKING:
     from octavo.engine.core import EngineCore
 
 
-#: Names of the sockets in the private folder. The core binds the first, the front end the second.
+#: Socket names in the private folder. The core binds the first, the front end the second.
 TO_CORE, FROM_CORE = "to_core", "from_core"
-#: Steps that may be queued on either side for a slow front end; then the core waits.
+#: Steps queued on either side for a slow front end before the core waits.
 MAX_WAITING_STEPS = 64
-#: See ``CoreLoop``.
+#: Seconds between two health checks of workers in other processes while the core is idle.
 HEALTH_INTERVAL = 1.0
-#: Milliseconds that the process waits at its end, at most, for its messages to be received.
+#: Milliseconds that the process waits, when it ends, for its messages to be received.
 LINGER = 500
 
 logger = logging.getLogger("octavo")
 
 
 class FrontEndLink:
-    """Messages from the front end, in the order in which they were sent, and messages to it."""
-
     def __init__(self, context: zmq.Context[Any], folder: Path) -> None:
         self._in, self._out = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self._in.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES_TO_CORE)
@@ -84,11 +65,10 @@ class FrontEndLink:
         self._lock = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Sleeps until there is a message, or for ``timeout`` seconds; whether there is one."""
+        """Waits for a message, at most ``timeout`` seconds; returns whether there is one."""
         return bool(self._in.poll(None if timeout is None else timeout * 1e3))
 
     def receive(self) -> ToCore | None:
-        """The next message, or None if there is none now."""
         try:
             data = self._in.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -102,27 +82,25 @@ class FrontEndLink:
 
 
 class CoreLoop:
-    """Drives a core by messages: handles those that have arrived before each step, and sends one after it."""
+    """The busy loop of a core (vLLM: run_busy_loop): handles messages before each step and sends its outputs."""
 
     def __init__(self, core: EngineCore, front_end: FrontEndLink) -> None:
         self._core, self._front_end = core, front_end
         self._collector, self._recorder = IdleCollector(), ViewRecorder(core.scheduler)
         self._paused = False
-        #: While there is nothing to do, seconds between two looks at workers in other processes.
         self._health_interval = None if core.executor.in_process else HEALTH_INTERVAL
 
     def run(self) -> None:
-        """Runs until ``Shutdown``."""
         while self._receive_messages():
             if self._has_step:
                 outputs, stats = self._core.measured_step()
-                self._front_end.send(StepDone(outputs, stats))
+                self._front_end.send(messages.StepDone(outputs, stats))
                 self._recorder.note(stats)
                 if self._core.observers and not self._recorder.watches:
                     self._core.observers.clear()
 
     def _view(self, fresh: bool) -> EngineView:
-        """The engine as it is now; until nobody has asked for a while, the next one says what has changed since."""
+        """The state now; changes are recorded from here on, until nobody has asked for a while."""
         self._core.observers[:] = [self._recorder]
         return self._recorder.view(fresh)
 
@@ -134,7 +112,7 @@ class CoreLoop:
         self._paused = paused
 
     def _receive_messages(self) -> bool:
-        """Handles the messages that have arrived; waits for one if there is no work. False: shut down."""
+        """Handles the messages that have arrived; waits for one if idle. False: shut down."""
         busy = self._has_step
         if not busy and not self._front_end.wait(0):
             self._collector.collect()
@@ -142,29 +120,25 @@ class CoreLoop:
             self._core.executor.check_health()
         while (message := self._front_end.receive()) is not None:
             match message:
-                case Add(request):
+                case messages.Add(request):
                     self._core.add(request)
-                case Abort(group_id):
+                case messages.Abort(group_id):
                     self._core.abort(group_id)
-                case Stop(group_id, index):
+                case messages.Stop(group_id, index):
                     self._core.stop(group_id, index)
-                case Unpin(name):
+                case messages.Unpin(name):
                     self._core.blocks.pinned.remove(name)
-                case HandOver():
-                    self._hand_over(message)
-                case Call(call_id, method, args):
+                case messages.HandOver(call_id, group_ids):  # outputs were sent before the reply, and none follows it
+                    for group_id in group_ids:
+                        self._core.abort(group_id)
+                    self._front_end.send(Reply(call_id, msgspec.Raw(msgspec.msgpack.encode(None))))
+                case messages.Call(call_id, method, args):
                     self._front_end.send(self._reply(call_id, method, args))
-                case Shutdown():
+                case messages.Shutdown():
                     return False
-        if busy and not self._core.has_work:  # emptied by aborts: no step follows that would report it
-            self._front_end.send(StepDone(EngineCoreOutputs(), self._core.measure_emptied()))
+        if busy and not self._core.has_work:  # aborts ended all requests, and no step will report it
+            self._front_end.send(messages.StepDone(EngineCoreOutputs(), self._core.measure_emptied()))
         return True
-
-    def _hand_over(self, message: HandOver) -> None:
-        """Gives requests up; what was computed of them was sent before the reply, and nothing comes after it."""
-        for group_id in message.group_ids:
-            self._core.abort(group_id)
-        self._front_end.send(Reply(message.call_id, msgspec.Raw(msgspec.msgpack.encode(None))))
 
     def _reply(self, call_id: int, method: str, args: list[Any]) -> Reply:
         encoded, failure = msgspec.msgpack.encode(None), None
@@ -187,13 +161,7 @@ class CoreLoop:
 
 
 def serve(folder: Path, recorder: int) -> None:
-    """Loads what the first message names and serves until ``Shutdown``.
-
-    ``recorder``: the descriptor of the memory of a ``FlightRecorder``.
-
-    Raises:
-        OctavoError: the model cannot be loaded.
-    """
+    """Loads the model that the first message names and serves until ``Shutdown``; ``recorder``: a memory descriptor."""
     context = zmq.Context()
     try:
         front_end = FrontEndLink(context, folder)
@@ -201,7 +169,7 @@ def serve(folder: Path, recorder: int) -> None:
         settle_collector()
         if core is not None:
             try:
-                core.recorder = FlightRecorder(recorder, core.max_in_flight)
+                core.record_to(FlightRecorder(recorder, core.max_in_flight))
                 CoreLoop(core, front_end).run()
             finally:
                 core.shutdown()
@@ -210,8 +178,6 @@ def serve(folder: Path, recorder: int) -> None:
 
 
 def _load(front_end: FrontEndLink) -> EngineCore | None:
-    """The core that the first message asks for; None if that is to shut down."""
-    # While the front end looks for the model, this process imports what every model needs.
     with phase("imports"):
         importlib.import_module("octavo.runner.model_runner")
         from octavo.config.engine_config import make_config
@@ -221,16 +187,20 @@ def _load(front_end: FrontEndLink) -> EngineCore | None:
     with phase("waiting for the model's folder"):
         front_end.wait()
     start = front_end.receive()
-    if not isinstance(start, Start):
+    if not isinstance(start, messages.Start):
         return None
     send_logs(start.log_level, front_end.send)
     try:
-        # Before the files are read: of those that are changed meanwhile it is not what is read.
+        # Before the files are read: if they change meanwhile, the digest is not theirs.
         digest = checkpoint_digest(start.options["model"], Path(start.folder))
         with memory_errors(), phase("model"):
             core = EngineCore(make_config(**start.options), Path(start.folder), start.replica)
         _check_messages(core)
-        front_end.send(Ready(core.model_config, core.max_model_len, digest, _profiles(core)))
+        profiles = [profile("engine core" if core.replica == 0 else f"engine core of replica {core.replica}")]
+        if not core.executor.in_process:
+            workers = core.executor.collective_rpc("startup_profile")
+            profiles += msgspec.convert(workers, list[ProcessProfile])
+        front_end.send(messages.Ready(core.model_config, core.max_model_len, digest, profiles))
     except OctavoError:
         raise
     except Exception:
@@ -239,18 +209,10 @@ def _load(front_end: FrontEndLink) -> EngineCore | None:
     return core
 
 
-def _profiles(core: EngineCore) -> list[ProcessProfile]:
-    """The start of this process, and of each worker that has one of its own."""
-    core_profile = profile("engine core" if core.replica == 0 else f"engine core of replica {core.replica}")
-    if core.executor.in_process:
-        return [core_profile]
-    return [core_profile, *msgspec.convert(core.executor.collective_rpc("startup_profile"), list[ProcessProfile])]
-
-
 def _check_messages(core: EngineCore) -> None:
-    """Refuses options under which the logprobs of one step's prompts would not fit a message."""
     limit, vocab_size = core.options.max_logprobs or 0, core.model_config.vocab_size
-    size = core.options.token_budget * (vocab_size if limit == -1 else min(limit, vocab_size)) * BYTES_OF_LOGPROB
+    logprobs = core.options.token_budget * (vocab_size if limit == -1 else min(limit, vocab_size))
+    size = logprobs * messages.BYTES_OF_LOGPROB
     if size > MAX_BYTES_FROM_CORE:
         raise ConfigError(
             f"max_logprobs ({limit}) with max_num_batched_tokens ({core.options.token_budget}) allows steps whose "
@@ -259,21 +221,20 @@ def _check_messages(core: EngineCore) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The process: ``arguments`` are its private folder and descriptors: the socket and the memory shared with its
-    parent."""
+    """``arguments``: the private folder, and descriptors of the parent's socket and of the shared memory."""
     # Ctrl-C and a supervisor's signals reach every process of a group; the front end handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    gc.disable()  # the imports make many objects that stay: collecting would take a fifth of the start
+    gc.disable()  # collecting while modules are imported would take a fifth of the start
     folder, life, recorder = Path(arguments[0]), socket.socket(fileno=int(arguments[1])), int(arguments[2])
     life.set_inheritable(False)
     os.set_inheritable(recorder, False)
-    end_with(life, lambda: shutil.rmtree(folder, ignore_errors=True))  # no client is left
+    end_with(life, lambda: shutil.rmtree(folder, ignore_errors=True))
     try:
         serve(folder, recorder)
     except Exception as e:
         failure = Failure.of(e)
-        failure.message = failure.message[:MAX_EXIT_REPORT]
+        failure.message = failure.message[: messages.MAX_EXIT_REPORT]
         life.sendall(msgspec.msgpack.encode(failure))
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""Starts and ends the core's process. It needs little itself, so that a command can start the core before all else."""
+"""Starts and ends a core's process. It imports little, so that a command can start the core before anything else."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from octavo.process.children import how_it_ended, is_stopped, num_out_of_memory,
 
 #: The path of a Unix socket has at most 107 bytes.
 _LONGEST_TEMP_PATH = 70
-#: Seconds that a core may take to end.
 _END_TIMEOUT = 5.0
 
 
 class CoreProcess:
     """The process of a core: imports its modules at once, and loads a model when ``AsyncLLM`` sends ``Start``.
 
-    ``octavo serve`` starts it before its own imports, so that both processes import at the same time. It ends when this
-    process ends, for any reason.
+    ``octavo serve`` starts it before its own imports, so that both processes import at the same time. It ends with this
+    process, however that ends.
     """
 
     def __init__(self) -> None:
@@ -46,15 +45,13 @@ class CoreProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def end(self) -> None:
-        """Kills it, even if it is stopped or hangs, without waiting for its end."""
+        """Kills it, even if it hangs, without waiting for its end."""
         self._process.kill()
 
     def kill(self) -> None:
-        """Kills it if it has not ended, waits for its end, and removes its sockets."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a call of a driver cannot be killed
             self._process.wait(_END_TIMEOUT)
@@ -65,27 +62,25 @@ class CoreProcess:
         self.remove_folder()
 
     async def end_and_wait(self) -> None:
-        """As ``kill``, while the event loop runs other tasks."""
         self.end()
         import asyncio
 
         await asyncio.to_thread(self.kill)
 
     def remove_folder(self) -> None:
-        """Removes the sockets once the core no longer uses them."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def read_recorder(self) -> set[int]:
-        """The requests of the steps that it has last begun, see ``FlightRecorder``."""
+        """Returns the groups of its last steps (``FlightRecorder``)."""
         return set() if self._recorder is None else read_recorder(self._recorder)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped it, so that it does not hang by itself."""
+        """Whether a signal has stopped it, so that it does not hang by itself."""
         return is_stopped(self.pid)
 
     def exit_error(self) -> EngineDeadError:
-        """How the process ended; it may still be ending, for some milliseconds."""
+        """Describes how the process ended; it may take some milliseconds more to end."""
         try:
             code = self._process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:

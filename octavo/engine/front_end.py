@@ -1,4 +1,4 @@
-"""What stands before engine cores: prompts become requests of a core, and what it gives becomes text."""
+"""The front end of an engine: turns prompts into requests of its cores, and their outputs into text."""
 
 from __future__ import annotations
 
@@ -21,147 +21,44 @@ from octavo.core.request import DEFAULT_OPTIONS, AdapterRef, LoRARequest, Prompt
 from octavo.core.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from octavo.core.stats import MAX_ADAPTER_NAMES, MAX_ID_LENGTH, MAX_REQUEST_IDS, EngineView, SpeculationStats, StepStats
 from octavo.engine.adapters import make_registry
-from octavo.engine.encoder_prompts import PromptFeatures, take_images
-from octavo.engine.input_processor import InputProcessor
+from octavo.engine.image_prompts import PromptFeatures, take_images
+from octavo.engine.input_processor import InputProcessor, PoolingInputs
 from octavo.engine.messages import check_sendable
 from octavo.engine.model_files import ModelFiles
 from octavo.engine.output_processor import OutputProcessor, RequestState
-from octavo.engine.pooling_inputs import PoolingInputs
 from octavo.process.children import finish_in_thread
 
 if TYPE_CHECKING:
     from octavo.engine.transcription import SpeechRequests
 
-
-# Shared prefixes (Kwon et al. 2023, section 4.4): beginnings of prompts, computed once and pinned in the KV cache.
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """A prefix whose KV cache blocks are pinned: a prompt that begins with its tokens does not compute them."""
-
-    name: str
-    token_ids: tuple[int, ...]
-    #: KV cache blocks of these tokens; the last one may be partly filled.
-    num_blocks: int
-
-
-class SharedPrefixes:
-    """Owns the prefixes of one engine, by name, also while it sleeps and their blocks are lost.
-
-    A prefix is computed as the prompt of a request that samples nothing. The engine's core pins its blocks when they
-    are computed.
-    """
-
-    def __init__(self, options: EngineConfig, inputs: InputProcessor) -> None:
-        self._options = options
-        self._inputs = inputs
-        self._by_name: dict[str, SharedPrefix] = {}
-
-    def __iter__(self) -> Iterator[SharedPrefix]:
-        return iter(list(self._by_name.values()))
-
-    def add(self, prompt: Prompt, name: str | None) -> SharedPrefix:
-        """Checks a prefix and takes its name, by default ``prefix-1`` and so on.
-
-        Raises:
-            ConfigError: the prefix cache is off, or the name is in use.
-            InvalidRequestError: it is no prompt, or longer than ``max_model_len``.
-        """
-        if not self._options.enable_prefix_caching:
-            raise ConfigError("a shared prefix needs the prefix cache, but enable_prefix_caching is False")
-        if name is None:
-            name = next(n for n in (f"prefix-{i}" for i in range(1, len(self._by_name) + 2)) if n not in self._by_name)
-        if name in self._by_name:
-            raise ConfigError(f"there is a shared prefix {name!r} already; remove it first, or choose another name")
-        tokens = self._process(name, prompt).prompt_token_ids
-        count = -(-len(tokens) // self._options.block_size)
-        prefix = self._by_name[name] = SharedPrefix(name, tuple(tokens), count)
-        return prefix
-
-    def remove(self, name: str) -> None:
-        """Forgets a prefix.
-
-        Raises:
-            ConfigError: there is none of this name.
-        """
-        if name not in self._by_name:
-            raise ConfigError(f"there is no shared prefix {name!r}; known: {', '.join(self._by_name) or 'none'}")
-        del self._by_name[name]
-
-    def discard(self, prefix: SharedPrefix) -> None:
-        """Forgets a prefix that was not computed; nothing happens if it was removed, or replaced, meanwhile."""
-        if self._by_name.get(prefix.name) is prefix:
-            del self._by_name[prefix.name]
-
-    def request(self, prefix: SharedPrefix) -> RequestState:
-        """The request that computes it and has it pinned."""
-        return self._process(prefix.name, list(prefix.token_ids), RequestOptions(pin_as=prefix.name))
-
-    def check(self, prefix: SharedPrefix, output: RequestOutput) -> None:
-        """Forgets a prefix whose request has failed.
-
-        Raises:
-            ConfigError: it would leave too few blocks for a request of full length, or could never be computed.
-            WorkerError: it was not computed.
-        """
-        reason, error = output.outputs[0].finish_reason, output.outputs[0].error
-        if reason == SequenceStatus.FINISHED_LENGTH.value:
-            return
-        self.discard(prefix)
-        kind = ConfigError if reason == SequenceStatus.FINISHED_IGNORED.value else WorkerError
-        raise kind(f"shared prefix {prefix.name!r} cannot be kept: {error or reason}")
-
-    def _process(self, name: str, prompt: Prompt, options: RequestOptions = DEFAULT_OPTIONS) -> RequestState:
-        # With a seed of its own, the seeds of requests without one do not depend on the prefixes before them.
-        params = SamplingParams(max_tokens=0, seed=0, detokenize=False)
-        return self._inputs.process(request_id_of(name), prompt, params, options)
-
-
-def request_id_of(name: str) -> str:
-    """Id of the request that computes the prefix of this name."""
-    return f"shared prefix {name}"
-
-
-#: What a request asks for.
+logger = logging.getLogger("octavo")
 Params = SamplingParams | BeamSearchParams | PoolingParams
-#: Keys of prompts that may have sound.
-_SOUND = ("encoder_input", "encoder_prompt", "multi_modal_data")
+_AUDIO_KEYS = ("encoder_input", "encoder_prompt", "multi_modal_data")
 #: Texts of this many characters take some 10 ms to tokenize, and are tokenized in a thread.
 LONG_TEXT = 8192
 
 
 class FrontEnd:
-    """Owns the open requests of an engine, and all that they need outside of its cores. For one thread.
+    """The open requests of an engine, and everything about them outside of its cores. For one thread.
 
-    Invariant: an adapter that a request names is in use from ``add`` until the request has ended, in whichever way.
+    Invariant: the adapter of a request counts as used from ``add`` until the request ends, however it ends.
     """
 
-    def __init__(self, files: ModelFiles, max_model_len: int, *, sends: bool) -> None:
-        """``max_model_len``: the longest sequence that a core can hold, in tokens, prompt and output together.
-
-        ``sends``: requests go to another process, so that code cannot be part of them.
-        """
+    def __init__(self, files: ModelFiles, max_model_len: int, *, crosses_process: bool) -> None:
+        """``max_model_len``: the longest sequence in tokens; ``crosses_process``: requests go to another process."""
         self.files = files
-        self._sends = sends
+        self._crosses_process = crosses_process
         self.tokenizer = files.tokenizer
         self.inputs = InputProcessor(files, max_model_len)
-        #: The adapters that requests may name.
         self.adapters = make_registry(files.options, files.model_config)
         self.pooling = PoolingInputs(files, self.inputs)
         self.outputs = OutputProcessor(files.tokenizer, self.adapters.end)
         self.prefixes = SharedPrefixes(files.options, self.inputs)
-        #: By name: held while an adapter is read.
+        #: By name; held while an adapter is read.
         self._adapter_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @cached_property
     def speech(self) -> SpeechRequests:
-        """What the model's files say of speech.
-
-        Raises:
-            InvalidRequestError: the model does not read sound.
-            ConfigError: its files do not say what its tokens mean.
-        """
         from octavo.engine.transcription import SpeechRequests
 
         return SpeechRequests(self.files)
@@ -169,28 +66,32 @@ class FrontEnd:
     async def prepare(
         self, prompt: Prompt, params: Params | None, options: RequestOptions
     ) -> tuple[Prompt, RequestOptions, AdapterRef | None]:
-        """What ``add`` takes, after all that takes long, so that it does not: done in threads and in the sandbox.
+        """Does the slow work of ``add``, in threads and in the sandbox; returns its arguments.
 
-        Long texts are tokenized, images and the adapter are read, if they are not yet, and the grammar of structured
-        output is compiled.
+        Tokenizes long texts, reads images and the adapter, and compiles the grammar of structured output.
 
         Raises:
-            InvalidRequestError: the prompt is no text, an image is none, or there can be no such grammar.
-            ClientLimitError: the client has used up the seconds that it may have for compiling (``Sandbox``).
+            InvalidRequestError: the prompt, an image or the grammar is invalid.
+            ClientLimitError: the client has used up its seconds for compiling (``Sandbox``).
             AdapterError: the adapter cannot be used.
         """
-        prompt = await self._read_images(await self.tokenize(prompt, params))
+        prompt = await self.tokenize(prompt, params)
+        if self.inputs.image_prompts is not None:
+            rest, images = take_images(prompt)
+            if images and not isinstance(images, PromptFeatures):
+                processed = await finish_in_thread(self.inputs.image_prompts.read, images)
+                prompt = {**rest, "multi_modal_data": {"image": processed}}
         if isinstance(options.prediction, str) and len(options.prediction) >= LONG_TEXT:
             [ids] = await asyncio.to_thread(self.tokenizer.encode_batch, [options.prediction], False)
             options = msgspec.structs.replace(options, prediction=ids)
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             params.validate()  # fields may have been assigned
             await self.inputs.grammars.compile_for(options.client, params.structured_outputs)
-        named = options.lora_request
-        return prompt, options, None if named is None else await self._find_adapter(named)
+        lora_request = options.lora_request
+        return prompt, options, None if lora_request is None else await self._find_adapter(lora_request)
 
     async def tokenize(self, prompt: Prompt, params: Params | None = None) -> Prompt:
-        """The prompt, to which token ids are added if it is a long text; that is done in a thread."""
+        """Adds token ids to a prompt with a long text, in a thread."""
         fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
         if "encoder_prompt" in fields and "encoder_input" not in fields:
             return {**fields, "encoder_prompt": await self.tokenize(fields["encoder_prompt"])}
@@ -203,17 +104,8 @@ class FrontEnd:
         [ids] = await asyncio.to_thread(self.tokenizer.encode_batch, [text])
         return {**fields, "prompt_token_ids": ids}
 
-    async def _read_images(self, prompt: Prompt) -> Prompt:
-        """The prompt with its images as the model sees them; they are made in a thread, and files in the sandbox."""
-        if self.inputs.image_prompts is None:
-            return prompt
-        rest, images = take_images(prompt)
-        if not images or isinstance(images, PromptFeatures):
-            return prompt
-        return {**rest, "multi_modal_data": {"image": await finish_in_thread(self.inputs.image_prompts.read, images)}}
-
     async def _find_adapter(self, request: LoRARequest) -> AdapterRef:
-        """The adapter that a request names, read in a thread if it is not loaded; one read serves all that wait."""
+        """Finds the adapter, or reads it in a thread, once for all requests that wait for it."""
         ref = self.adapters.find(request)
         if ref is None:
             async with self._adapter_locks.setdefault(request.lora_name, asyncio.Lock()):
@@ -231,12 +123,10 @@ class FrontEnd:
         adapter: AdapterRef | None,
         kind: RequestOutputKind,
     ) -> RequestState:
-        """Begins a request, which goes to a core now; without ``params`` it has the model's defaults.
-
-        ``adapter``: what ``options`` name. ``kind``: see ``OutputProcessor.open``.
+        """Registers a request, which the caller then sends to a core; without ``params`` it gets the model's defaults.
 
         Raises:
-            InvalidRequestError: its id is in use, or as ``InputProcessor.process``; nothing is changed.
+            InvalidRequestError: the request is invalid, or its id is in use; nothing has changed.
         """
         if request_id in self.outputs:
             raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
@@ -244,21 +134,90 @@ class FrontEnd:
         if isinstance(params, PoolingParams):
             request = self.pooling.process(request_id, prompt, params, options, adapter)
         else:
-            # What is said of sound is the task of a model that hears, however it is asked.
-            hears = isinstance(prompt, Mapping) and any(prompt.get(key) is not None for key in _SOUND)
-            self.pooling.require("transcribe" if hears and "transcribe" in self.pooling.tasks else "generate")
+            # A prompt with audio is a transcription if the model can do that.
+            has_audio = isinstance(prompt, Mapping) and any(prompt.get(key) is not None for key in _AUDIO_KEYS)
+            self.pooling.require("transcribe" if has_audio and "transcribe" in self.pooling.tasks else "generate")
             params = params if params is not None else self.inputs.default_params()
             request = self.inputs.process(request_id, prompt, params, options, adapter)
-        if self._sends:
+        if self._crosses_process:
             check_sendable(request.group)
         if adapter is not None:
             self.adapters.begin(request.group.group_id, adapter)
         return self.outputs.open(request, kind)
 
 
-# Where the statistics of an engine's steps go: a status line in the log, or loggers of a user's own.
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A pinned prefix: prompts that begin with its tokens reuse its KV cache blocks."""
 
-logger = logging.getLogger("octavo")
+    name: str
+    token_ids: tuple[int, ...]
+    #: KV cache blocks of these tokens; the last one may be partly filled.
+    num_blocks: int
+
+
+class SharedPrefixes:
+    """Owns an engine's shared prefixes by name, even while the engine sleeps (Kwon et al. 2023, section 4.4).
+
+    A prefix is computed as the prompt of a request that samples nothing; the core then pins its blocks.
+    """
+
+    def __init__(self, options: EngineConfig, inputs: InputProcessor) -> None:
+        self._options = options
+        self._inputs = inputs
+        self._by_name: dict[str, SharedPrefix] = {}
+
+    def __iter__(self) -> Iterator[SharedPrefix]:
+        return iter(list(self._by_name.values()))
+
+    def add(self, prompt: Prompt, name: str | None) -> SharedPrefix:
+        """Checks a prefix and names it, by default ``prefix-1`` and so on."""
+        if not self._options.enable_prefix_caching:
+            raise ConfigError("a shared prefix needs the prefix cache, but enable_prefix_caching is False")
+        if name is None:
+            name = next(n for n in (f"prefix-{i}" for i in range(1, len(self._by_name) + 2)) if n not in self._by_name)
+        if name in self._by_name:
+            raise ConfigError(f"there is a shared prefix {name!r} already; remove it first, or choose another name")
+        tokens = self._process(name, prompt).prompt_token_ids
+        count = -(-len(tokens) // self._options.block_size)
+        prefix = self._by_name[name] = SharedPrefix(name, tuple(tokens), count)
+        return prefix
+
+    def remove(self, name: str) -> None:
+        if name not in self._by_name:
+            raise ConfigError(f"there is no shared prefix {name!r}; known: {', '.join(self._by_name) or 'none'}")
+        del self._by_name[name]
+
+    def discard(self, prefix: SharedPrefix) -> None:
+        """Removes a prefix that was not computed, unless its name was removed or replaced meanwhile."""
+        if self._by_name.get(prefix.name) is prefix:
+            del self._by_name[prefix.name]
+
+    def request(self, prefix: SharedPrefix) -> RequestState:
+        return self._process(prefix.name, list(prefix.token_ids), RequestOptions(pin_as=prefix.name))
+
+    def check(self, prefix: SharedPrefix, output: RequestOutput) -> None:
+        """Removes a prefix whose request failed, and raises.
+
+        Raises:
+            ConfigError: it leaves too few blocks for a request of full length, or can never be computed.
+            WorkerError: it was not computed.
+        """
+        reason, error = output.outputs[0].finish_reason, output.outputs[0].error
+        if reason == SequenceStatus.FINISHED_LENGTH.value:
+            return
+        self.discard(prefix)
+        kind = ConfigError if reason == SequenceStatus.FINISHED_IGNORED.value else WorkerError
+        raise kind(f"shared prefix {prefix.name!r} cannot be kept: {error or reason}")
+
+    def _process(self, name: str, prompt: Prompt, options: RequestOptions = DEFAULT_OPTIONS) -> RequestState:
+        # Its own seed, so that prefixes do not change the seeds of unseeded requests.
+        params = SamplingParams(max_tokens=0, seed=0, detokenize=False)
+        return self._inputs.process(request_id_of(name), prompt, params, options)
+
+
+def request_id_of(name: str) -> str:
+    return f"shared prefix {name}"
 
 
 class StatLogger(Protocol):
@@ -274,13 +233,11 @@ class StatLogger(Protocol):
 
 
 def make_stat_loggers(options: EngineConfig, loggers: Iterable[StatLogger] = ()) -> list[StatLogger]:
-    """These loggers, and the status line that the options ask for."""
     status = [StatusLine(options.log_stats_interval)] if options.log_stats_interval else []
     return [*loggers, *status]
 
 
 def log_stats(loggers: Iterable[StatLogger], stats: StepStats) -> None:
-    """Gives the statistics to each of the loggers."""
     for stat_logger in loggers:
         try:
             stat_logger.log(stats)
@@ -289,10 +246,7 @@ def log_stats(loggers: Iterable[StatLogger], stats: StepStats) -> None:
 
 
 class StatusLine:
-    """A ``StatLogger`` that sums over steps and logs a line at the first step after each interval, while busy.
-
-    Rates are over the time since the last line, or since the engine became busy.
-    """
+    """A ``StatLogger`` that logs a line of rates after each interval while the engine is busy."""
 
     def __init__(self, interval: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         """``interval`` in seconds; 0 logs nothing."""
@@ -301,16 +255,14 @@ class StatusLine:
         self._idle = True
         self._since = 0.0
         self._prefill = self._decode = 0
-        #: At the last line, as ``_totals`` gives them.
+        #: ``_totals`` at the last line.
         self._last = (0, 0, 0, 0, 0)
 
     def log(self, stats: StepStats) -> None:
-        """Adds a step; microseconds unless a line is due."""
         if not self._interval:
             return
         now = self._clock()
         if self._idle:
-            # The step itself began before now.
             self._since = now - stats.seconds
             self._prefill = self._decode = 0
         self._prefill += stats.prefill_tokens
@@ -337,19 +289,16 @@ class StatusLine:
 
 
 def _totals(stats: StepStats) -> tuple[int, int, int, int, int]:
-    """Prompt tokens looked up in the prefix cache and found; drafts, their tokens, and those that were accepted."""
+    """Prompt tokens queried and hit in the prefix cache; drafts, their tokens, and the accepted ones."""
     drafts = stats.speculation or SpeculationStats()
     cache = stats.prefix_queried_tokens, stats.prefix_hit_tokens
     return *cache, drafts.drafts, drafts.draft_tokens, drafts.accepted_tokens
 
 
-# Names in a view: ids of requests and names of adapters, which the front end knows and engine cores do not.
-
-
 def name_requests(view: EngineView, id_of_group: Callable[[int], str | None]) -> None:
-    """Sets ``view.request_ids``: of the groups that the view mentions, those in its queues first.
+    """Sets ``view.request_ids`` for the groups in the view, those in its queues first.
 
-    ``id_of_group``: the id of a group's request, None if it has ended.
+    ``id_of_group``: returns the request id of a group, or None if it has ended.
     """
     ids = ((group_id, id_of_group(group_id)) for group_id in dict.fromkeys(_mentioned(view)))
     named = ((group_id, _bounded(request_id)) for group_id, request_id in ids if request_id is not None)
@@ -357,7 +306,6 @@ def name_requests(view: EngineView, id_of_group: Callable[[int], str | None]) ->
 
 
 def name_adapters(view: EngineView, names_of: Callable[[str], Sequence[str]]) -> None:
-    """Sets the names of adapters in slots; ``names_of``: those of a content, by its digest."""
     for one in view.adapters:
         one.names = [_bounded(name) for name in names_of(one.key)[:MAX_ADAPTER_NAMES]]
 

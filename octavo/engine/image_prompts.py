@@ -1,48 +1,47 @@
-"""Images of prompts: what takes the place of their placeholders, and which tokens stand for features."""
+"""Images of prompts: replaces their placeholders by tokens, and notes which tokens stand for features."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.model_config import ModelConfig
 from octavo.core.request import Feature, PromptImage, TokensPrompt
-from octavo.engine.encoder_prompts import NO_FEATURES, PromptFeatures
 from octavo.engine.model_files import ModelFiles
-from octavo.images.image_files import image_array
-from octavo.images.image_reader import ImageReader
-from octavo.images.processors import AnyProcessor, ProcessedImage, read_image_processor
 from octavo.models.config_files import read_json
 from octavo.process.sandbox import Sandbox
 
 if TYPE_CHECKING:
     from octavo.engine.input_processor import InputProcessor
+    from octavo.images.processors import AnyProcessor, ProcessedImage
+
+# Modules of ``octavo.images`` need numpy and are imported in functions: models without images do without them.
 
 
 class ImagePrompts:
-    """Puts the images of one model's prompts in the place of their placeholders."""
+    """Replaces the image placeholders in prompts of one model."""
 
     def __init__(self, files: ModelFiles, sandbox: Sandbox) -> None:
+        from octavo.images.image_reader import ImageReader
+
         self._reader = ImageReader(sandbox)
         self._files, self._options, self._config = files, files.options, files.model_config
         self._tokenizer = files.tokenizer
+        self._newline_tokens: dict[int, str] = {}
 
     @cached_property
     def processor(self) -> AnyProcessor:
-        """What makes pixels and placeholders of an image, by the model's files.
+        from octavo.images.processors import read_image_processor
 
-        Raises:
-            ConfigError: the files lack something, or ask for what is not supported.
-        """
         return read_image_processor(self._files.folder, read_json(self._files.folder / "config.json"))
 
     @cached_property
     def placeholder_id(self) -> int:
-        """The token that a prompt has in place of each image."""
         token = self._tokenizer.convert_tokens_to_ids(self.processor.placeholder)
         if token is None:
             raise ConfigError(
@@ -52,50 +51,55 @@ class ImagePrompts:
         return token
 
     def read(self, images: Sequence[Any], names: Sequence[str] = ()) -> list[ProcessedImage]:
-        """What the model makes of images, in any form that ``expand`` takes; from any thread.
+        """Processes images, in any form that ``expand`` takes; from any thread.
 
-        Bytes of files are decoded in the sandbox, all of them at once as far as it has processes; pixels stay here.
-        ``names``: what errors call them.
-
-        Raises:
-            InvalidRequestError: there are more than may be, or one is no image.
+        Files are decoded in the sandbox, in parallel. ``names``: of the images, for errors.
         """
-        self._check_limit(len(images))
+        from octavo.images.image_files import image_array
+        from octavo.images.processors import ProcessedImage
+
+        limit = (self._options.limit_mm_per_prompt or {}).get("image")
+        if limit is not None and len(images) > limit:
+            raise InvalidRequestError(
+                f"the prompt has {len(images)} images, but may have at most {limit}: the option limit_mm_per_prompt"
+            )
         if not names:
             names = ["the image"] if len(images) == 1 else [f"image {i}" for i in range(1, len(images) + 1)]
-        begun: list[Future[ProcessedImage] | ProcessedImage] = []
+        results: list[Future[ProcessedImage] | ProcessedImage] = []
         try:
             for image, name in zip(images, names, strict=True):
-                begun.append(self._begin(image, name))
-            return [one if isinstance(one, ProcessedImage) else one.result() for one in begun]
+                if isinstance(image, ProcessedImage):
+                    results.append(image)
+                elif isinstance(image, bytes):
+                    results.append(self._reader.process(image, self.processor, name=name))
+                else:
+                    results.append(self.processor.process(image_array(image, name=name)))
+            return [result.result() if isinstance(result, Future) else result for result in results]
         finally:
-            for one in begun:
-                if not isinstance(one, ProcessedImage):
-                    one.cancel()
-
-    def _begin(self, image: Any, name: str) -> Future[ProcessedImage] | ProcessedImage:
-        if isinstance(image, ProcessedImage):
-            return image
-        if isinstance(image, bytes):
-            return self._reader.process(image, self.processor, name=name)
-        return self.processor.process(image_array(image, name=name))
+            for result in results:
+                if isinstance(result, Future):
+                    result.cancel()
 
     def expand(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], PromptFeatures]:
-        """The prompt's token ids with each image in the place of its placeholder.
+        """Replaces the placeholders of a prompt by the tokens of its images.
 
-        ``images``: PIL images, arrays uint8 [height, width, 3], the bytes of files, or processed ones.
+        ``images``: PIL images, arrays uint8 [height, width, 3], bytes of files, or processed images.
 
         Raises:
-            InvalidRequestError: there are not as many placeholders as images, or more than may be, or one is no image.
+            InvalidRequestError: there are more or fewer placeholders, too many images, or one cannot be read.
         """
         facts, text = self._config.image_facts, self.processor.placeholder
         assert facts is not None
-        self._check_number(token_ids, len(images), text)
+        places = sum(token == self.placeholder_id for token in token_ids)
+        if places != len(images):
+            raise InvalidRequestError(
+                f"the prompt has {places} places for images ({text!r}), but {len(images)} images come with it"
+            )
         if not images:
             return list(token_ids), NO_FEATURES
         processed = self.read(images)
         ids: list[int] = []
-        found = PromptFeatures()
+        prompt_features = PromptFeatures()
         waiting = iter(processed)
         after = ""
         for token in token_ids:
@@ -115,58 +119,37 @@ class ImagePrompts:
                 before = spaces + before
                 ids.pop()
             ids += self._encoded(before)
-            self._add(found, image, ids, self._encoded(inner))
+            self._add(prompt_features, image, ids, self._encoded(inner))
             after = image.expansion[start + len(inner) :]
         ids += self._encoded(after)
-        self._check_size(found.images)
-        return ids, found
-
-    def _check_number(self, token_ids: Sequence[int], images: int, text: str) -> None:
-        places = sum(token == self.placeholder_id for token in token_ids)
-        if places != images:
+        count, size = len(prompt_features.images), sum(image.size for image in prompt_features.images)
+        if size > self._options.image_cache_bytes:
             raise InvalidRequestError(
-                f"the prompt has {places} places for images ({text!r}), but {images} images come with it"
+                f"the features of the prompt's {count} images take {size} bytes, but there is room for "
+                f"{self._options.image_cache_bytes}: the option image_cache_bytes"
             )
-
-    def _check_limit(self, images: int) -> None:
-        limit = (self._options.limit_mm_per_prompt or {}).get("image")
-        if limit is not None and images > limit:
-            raise InvalidRequestError(
-                f"the prompt has {images} images, but may have at most {limit}: the option limit_mm_per_prompt"
-            )
-
-    def _check_size(self, images: Sequence[PromptImage]) -> None:
-        size, limit = sum(image.size for image in images), self._options.image_cache_bytes
-        if size > limit:
-            raise InvalidRequestError(
-                f"the features of the prompt's {len(images)} images take {size} bytes, but there is room for {limit}: "
-                "the option image_cache_bytes"
-            )
+        return ids, prompt_features
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def _newlines(self, token: int) -> str:
-        """The text of a token that is made of ends of lines only: those beside an image may be one token with its own;
-        else "".
-        """
+        """The text of a token that is made of line breaks only, else "". Beside an image such tokens are merged."""
         text = self._newline_tokens.get(token)
         if text is None:
             decoded = self._tokenizer.decode([token], skip_special_tokens=False)
             text = self._newline_tokens[token] = decoded if decoded and not decoded.strip("\n") else ""
         return text
 
-    @cached_property
-    def _newline_tokens(self) -> dict[int, str]:
-        return {}
+    def _add(self, features: PromptFeatures, image: ProcessedImage, ids: list[int], expansion: list[int]) -> None:
+        """Appends an image's tokens, and a ``Feature`` for each run of tokens that stand for features."""
+        import numpy as np
 
-    def _add(self, found: PromptFeatures, image: ProcessedImage, ids: list[int], expansion: list[int]) -> None:
-        """Appends an image's tokens, and a feature for each run of those that stand for one."""
         facts = self._config.image_facts
         assert facts is not None
         prompt_image = image.image.for_prompt(image.num_features, self._config.hidden_size)
-        if all(other.key != prompt_image.key for other in found.images):
-            found.images.append(prompt_image)
+        if all(other.key != prompt_image.key for other in features.images):
+            features.images.append(prompt_image)
         is_feature = np.array(expansion) == facts.token_id
         count = int(is_feature.sum())
         if count != image.num_features:
@@ -179,27 +162,66 @@ class ImagePrompts:
         for begin, end in edges.reshape(-1, 2).tolist():
             key = f"{prompt_image.key}/{first}".encode()
             length = end - begin
-            found.features.append(
+            features.features.append(
                 Feature(len(ids) + begin, length, key, prompt_image.key, first, facts.is_whole, image.grid)
             )
             first += length
         ids += expansion
 
 
-# Conversations with images as prompts, for ``LLM.chat`` and the command line.
+@dataclass
+class PromptFeatures:
+    """A prompt's distinct images, and the token runs that stand for their features, by offset."""
 
-#: Types of parts that are images -> the key that has the image.
-_KEYS = {"image": "image", "image_pil": "image_pil", "image_url": "image_url"}
+    images: list[PromptImage] = field(default_factory=list)
+    features: list[Feature] = field(default_factory=list)
+
+    def shifted(self, tokens: int) -> list[Feature]:
+        """The features, shifted by ``tokens`` virtual tokens before the prompt."""
+        if not tokens:
+            return self.features
+        return [
+            Feature(f.offset + tokens, f.length, f.key, f.image, f.first, f.is_whole, f.grid) for f in self.features
+        ]
+
+
+NO_FEATURES = PromptFeatures()
+
+
+def take_images(prompt: Any) -> tuple[Any, list[Any] | PromptFeatures]:
+    """Separates images from a prompt; they may be expanded already."""
+    if not isinstance(prompt, Mapping) or prompt.get("multi_modal_data") is None:
+        return prompt, []
+    data = prompt["multi_modal_data"]
+    if not isinstance(data, Mapping) or set(data) - {"image"}:
+        kinds = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+        raise InvalidRequestError(f"multi_modal_data must be a dictionary with 'image' alone, not {kinds}")
+    rest = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
+    images = data.get("image")
+    if isinstance(images, PromptFeatures):
+        return rest, images
+    return rest, list(images) if isinstance(images, list | tuple) else [] if images is None else [images]
+
+
+def takes_images(config: ModelConfig, options: EngineConfig) -> bool:
+    limit = (options.limit_mm_per_prompt or {}).get("image")
+    return config.image_facts is not None and limit != 0
+
+
+# Conversations with images, for ``LLM.chat`` and the command line
+
+#: Types of image parts; the image has the same key.
+_IMAGE_PARTS = ("image", "image_pil", "image_url")
 
 
 def chat_prompt(inputs: InputProcessor, messages: Sequence[Mapping[str, Any]], **options: Any) -> TokensPrompt:
-    """The prompt of a conversation, with the tokens of its images.
+    """Renders a conversation with images to a prompt.
 
     Args:
-        inputs: the model's.
-        messages: as for ``render_chat``. A part with an image is ``{"type": "image", "image": ...}`` (one of PIL, an
-            array uint8 [height, width, 3], or the bytes of a file), vLLM's ``{"type": "image_pil", "image_pil": ...}``,
-            or ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}``.
+        messages: as for ``render_chat``. An image part is ``{"type": "image", "image": ...}`` (a PIL image, an array
+        uint8
+            [height, width, 3], or bytes of a file), vLLM's ``{"type": "image_pil", "image_pil": ...}``, or
+            ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}``.
         options: keywords of ``Tokenizer.apply_chat_template``.
 
     Raises:
@@ -217,7 +239,6 @@ def chat_prompt(inputs: InputProcessor, messages: Sequence[Mapping[str, Any]], *
 
 
 def _take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Messages whose images are parts ``{"type": "image"}``, and the images."""
     plain: list[Any] = []
     images: list[Any] = []
     for i, message in enumerate(messages):
@@ -227,10 +248,10 @@ def _take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list
             continue
         parts: list[Any] = []
         for k, part in enumerate(content):
-            key = _KEYS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
-            if key is not None:
-                images.append(_image(part, key, f"messages[{i}].content[{k}]"))
-            parts.append(part if key is None else {"type": "image"})
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind in _IMAGE_PARTS:
+                images.append(_image(part, kind, f"messages[{i}].content[{k}]"))
+            parts.append({"type": "image"} if kind in _IMAGE_PARTS else part)
         plain.append({**message, "content": parts})
     return plain, images
 

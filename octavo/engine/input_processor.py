@@ -1,4 +1,8 @@
-"""From prompts and parameters to requests of the engine core: tokenize, check, resolve."""
+"""Turns prompts and parameters into requests of the engine core: tokenizes, checks, resolves defaults.
+
+``InputProcessor`` does so for generation, ``EncoderPrompts`` reads prompts of encoder-decoder models, and
+``PoolingInputs`` makes requests for vectors and scores.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from octavo.config.options import MAX_LOGPROBS
-from octavo.core.errors import InvalidRequestError
-from octavo.core.model_config import ReasoningMarks, ThinkingBudget
+from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.model_config import EncoderFacts, ModelConfig, ReasoningMarks, ThinkingBudget, model_tasks
+from octavo.core.outputs import Pooled, PoolingParams, PoolingTask
 from octavo.core.plugins import LogitsPlugins
 from octavo.core.request import (
     DEFAULT_OPTIONS,
@@ -22,6 +27,7 @@ from octavo.core.request import (
     EncoderInput,
     EngineCoreRequest,
     Generate,
+    Pool,
     Prompt,
     RequestOptions,
     SplitPrompt,
@@ -35,23 +41,23 @@ from octavo.core.sampling_params import (
     sampling_in_effect,
 )
 from octavo.engine.chat_template import REASONING_MARKS, find_reasoning_marks
-from octavo.engine.encoder_prompts import NO_FEATURES, EncoderPrompts, PromptFeatures, take_images, takes_images
+from octavo.engine.image_prompts import NO_FEATURES, ImagePrompts, PromptFeatures, take_images, takes_images
 from octavo.engine.model_files import ModelFiles
-from octavo.engine.output_processor import RequestState
+from octavo.engine.output_processor import NO_SAMPLING, PoolingState, RequestState
 from octavo.engine.tokenizer import NoTokenizer
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.process.sandbox import Sandbox
 from octavo.scheduler.policies import POLICIES, policy_class
 
 if TYPE_CHECKING:
-    from octavo.engine.image_prompts import ImagePrompts
+    import numpy as np
 
 _MASK64 = (1 << 64) - 1
 #: 2**64 / golden ratio: spreads consecutive numbers over all 64 bits (Knuth, TAOCP vol. 3, section 6.4).
 _SPREAD = 0x9E3779B97F4A7C15
-#: Tokens at the end of a prompt among which is the mark that opens its reasoning, with spaces after it.
+#: Tokens at the end of a prompt that may open its reasoning.
 _MARK_TOKENS = 16
-#: Options that the front end makes other fields of a core's request of, or needs itself: none of them is sent.
+#: Options that are not sent to the core: they become other fields of its request, or only the front end needs them.
 _RESOLVED: dict[str, Any] = {
     "arrival_time": None, "lora_request": None, "prediction": None, "visible_tokens": frozenset(), "client": "",
     "reasoning": None, "timestamps": None, "alignment_heads": (),
@@ -59,18 +65,18 @@ _RESOLVED: dict[str, Any] = {
 
 
 class InputProcessor:
-    """Checks requests against one model. Owns the numbering of groups."""
+    """Tokenizes and checks requests for one model, and numbers them."""
 
     def __init__(self, files: ModelFiles, max_model_len: int | None = None) -> None:
-        """``max_model_len`` in tokens, prompt and output together; by default that of the options, or of the model."""
+        """``max_model_len``: in tokens, prompt and output together; defaults to the option, or the model's."""
         options, config, self.tokenizer = files.options, files.model_config, files.tokenizer
-        #: That of the network, which may have more embeddings than the tokenizer has tokens.
+        #: Of the network, which may have more embeddings than the tokenizer has tokens.
         self.vocab_size = vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
         self.max_model_len = max_model_len or options.max_model_len or config.default_length
-        #: The model's own values for fields of ``SamplingParams`` that a caller leaves out.
+        #: The model's own defaults of ``SamplingParams`` fields.
         self.default_sampling = dict(files.default_sampling)
-        #: Runs what requests bring as programs; for all of this frontend.
+        #: Runs programs of requests, such as templates and grammars.
         self.sandbox = Sandbox()
         self.grammars = GrammarCompiler(
             self.sandbox,
@@ -79,7 +85,7 @@ class InputProcessor:
             options.structured_outputs_compile_seconds,
             options.structured_outputs_config,
         )
-        #: Checked in C: a loop in Python takes 5 ms for 100,000 tokens, during which a server does nothing else.
+        #: msgspec checks token ids in C: a Python loop would block the server for 5 ms per 100,000 tokens.
         self._token_ids: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
         self._seed = options.seed
         limit = MAX_LOGPROBS if options.max_logprobs is None else options.max_logprobs
@@ -87,15 +93,11 @@ class InputProcessor:
         self._logits_plugins = LogitsPlugins(options.logits_processors or ())
         self._policy = options.scheduling_policy
         self._policy_class = policy_class(options.scheduling_policy)
-        #: Of an encoder-decoder model.
         self.encoder_prompts: EncoderPrompts | None = None
         if config.encoder_facts is not None:
             self.encoder_prompts = EncoderPrompts(config, self.max_model_len, self)
-        #: Of a model that sees images.
         self.image_prompts: ImagePrompts | None = None
         if takes_images(config, options):
-            from octavo.engine.image_prompts import ImagePrompts  # with numpy, of which other models need nothing
-
             self.image_prompts = ImagePrompts(files, self.sandbox)
         self._next_group_id = 0
         self._unseeded = 0
@@ -108,12 +110,12 @@ class InputProcessor:
         options: RequestOptions = DEFAULT_OPTIONS,
         adapter: AdapterRef | None = None,
     ) -> RequestState:
-        """Tokenizes and checks one request, for ``OutputProcessor.open``; nothing is changed if it is refused.
+        """Tokenizes and checks a request for ``OutputProcessor.open``.
 
-        ``adapter``: what its ``lora_request`` names (``AdapterRegistry``).
+        ``adapter``: the adapter of ``options.lora_request``.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter cannot be served by this model.
+            InvalidRequestError: the model cannot serve the prompt or a parameter; nothing has changed.
         """
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
@@ -138,33 +140,45 @@ class InputProcessor:
                 raise InvalidRequestError(f"truncate_prompt_tokens must be left out with images, not {most}")
             room = self.max_model_len - virtual - (1 if params.max_tokens is None else params.max_tokens)
             token_ids = token_ids[-(max(1, room) if most == -1 else most) :]
-        found = NO_FEATURES
+        prompt_features = NO_FEATURES
         if isinstance(images, PromptFeatures):
-            found = images
+            prompt_features = images
         elif self.image_prompts is not None:
-            token_ids, found = self.image_prompts.expand(self.prompt_ids(token_ids), images)
-        token_ids = self._check_prompt(token_ids, virtual, samples=params.max_tokens != 0)
-        predicted = self._read_prediction(options.prediction)
-        limit = self._max_tokens(params.max_tokens, len(token_ids), virtual)
-        fitted = params if limit is params.max_tokens else msgspec.structs.replace(params, max_tokens=limit)
+            token_ids, prompt_features = self.image_prompts.expand(self.prompt_ids(token_ids), images)
+        token_ids = self.prompt_ids(token_ids)
+        tokens = f"{len(token_ids)} tokens" + (f" and the adapter {virtual} virtual ones" if virtual else "")
+        room, max_tokens = self.max_model_len - virtual - len(token_ids), params.max_tokens
+        if room < int(max_tokens != 0):  # sampling needs a place for a token
+            raise InvalidRequestError(
+                f"the prompt has {tokens}, but prompt and output together may have at most {self.max_model_len}: the "
+                "model's max_model_len, or what the KV cache blocks hold if that is less"
+            )
+        predicted: str | Sequence[int] = options.prediction or ()
+        if isinstance(predicted, str):
+            predicted = self.tokenizer.encode(predicted, add_special_tokens=False)
+        predicted = self._checked_ids("prediction", predicted[: self.max_model_len])
+        fitted = params
+        if isinstance(max_tokens, DefaultMaxTokens):
+            fitted = msgspec.structs.replace(params, max_tokens=min(int(max_tokens), room))
+        elif max_tokens is not None and max_tokens > room:
+            raise InvalidRequestError(
+                f"max_tokens ({max_tokens}) does not fit: the prompt has {tokens}, and prompt and output together may "
+                f"have at most {self.max_model_len}; {room} or None would fit"
+            )
         thinking = self._thinking_budget(params, options.reasoning, text, token_ids)
         num_forced = 0 if split is None else split["num_forced"]
         task = self._task(fitted, thinking, options, num_forced=num_forced)
         encoder_input = None if split is None else split.get("encoder_input")
         group = self.core_request(token_ids, task, arrival, options, adapter, predicted, encoder_input)
-        if found.images:
-            group.images, group.features = found.images, found.moved(virtual)
-        if isinstance(params, BeamSearchParams):  # its hypotheses are shown as completions
+        if prompt_features.images:
+            group.images, group.features = prompt_features.images, prompt_features.shifted(virtual)
+        if isinstance(params, BeamSearchParams):  # describes its hypotheses as completions
             params = SamplingParams(n=params.beam_width, skip_special_tokens=params.skip_special_tokens)
         encoder_prompt = None if split is None else split.get("encoder_prompt")
         return RequestState(request_id, text, token_ids, params, group, options.visible_tokens, encoder_prompt)
 
     def begin(self, prompt: Prompt, options: RequestOptions) -> tuple[float, RequestOptions]:
-        """When a request has arrived, and its options with the salt that its prompt names.
-
-        Raises:
-            InvalidRequestError: the scheduling policy does not look at what they say, or the salt is no text.
-        """
+        """Returns the request's arrival time, and its options with the prompt's cache salt."""
         arrival = time.monotonic() if options.arrival_time is None else float(options.arrival_time)
         self._check_policy(options)
         if isinstance(prompt, Mapping) and (salt := prompt.get("cache_salt")) is not None:
@@ -181,7 +195,7 @@ class InputProcessor:
         prediction: list[int] | None = None,
         encoder_input: EncoderInput | None = None,
     ) -> EngineCoreRequest:
-        """What a core takes of a request that was checked; ``arrival`` and ``options`` are those of ``begin``."""
+        """Makes the core's request; ``arrival`` and ``options`` come from ``begin``."""
         self._next_group_id += 1
         virtual = 0 if adapter is None else adapter.num_virtual_tokens
         return EngineCoreRequest(
@@ -196,20 +210,18 @@ class InputProcessor:
         )
 
     def default_params(self) -> SamplingParams:
-        """New parameters for a request that brings none: the model's own defaults, and for the rest those here."""
         return SamplingParams(**self.default_sampling)
 
     @property
     def sampling_in_effect(self) -> dict[str, Any]:
-        """What those parameters are, by name; see ``core.sampling_params.sampling_in_effect``."""
         return sampling_in_effect(self.default_sampling)
 
     def _thinking_budget(
         self, params: SamplingParams | BeamSearchParams, marks: ReasoningMarks | None, text: str | None, ids: list[int]
     ) -> ThinkingBudget | None:
-        """The budget of the output's reasoning; None: it has no limit, or the model marks no reasoning.
+        """The budget of the output's reasoning; None: no limit, or the model marks no reasoning.
 
-        ``marks``: those that are known; else they are found by the chat template.
+        ``marks``: if known; else those of the chat template.
         """
         most = params.thinking_token_budget if isinstance(params, SamplingParams) else None
         if most is None or most == -1:
@@ -227,7 +239,7 @@ class InputProcessor:
             )
         start = self.tokenizer.encode(marks.start, add_special_tokens=False)
         before = self.tokenizer.decode(ids[-_MARK_TOKENS:], skip_special_tokens=False) if text is None else text
-        # One that is several tokens does not end what is counted, but for the text.
+        # Marks of several tokens are not detected.
         interrupts = [i for text in marks.interrupts if (i := self.tokenizer.convert_tokens_to_ids(text)) is not None]
         return ThinkingBudget(most, start, end, marks.opened_by(before), interrupts)
 
@@ -249,9 +261,12 @@ class InputProcessor:
         self._check_params(params)
         bad_words = [ids for word in params.bad_words or () for ids in self.tokenizer.bad_word_ids(word)]
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(self.eos_token_ids))
-        seed = self._request_seed(params)
+        seed = params.seed
+        if seed is None:
+            self._unseeded += 1
+            seed = (self._seed << 32) ^ (self._unseeded * _SPREAD)
         if params.logprobs is None and params.num_sequences > params.n:
-            params = msgspec.structs.replace(params, logprobs=0)  # the best are chosen by them
+            params = msgspec.structs.replace(params, logprobs=0)  # ``best_of`` needs them
         ignored = list(self.eos_token_ids) if params.ignore_eos else []
         self._check_choices_left(params, bad_words, stops.union(ignored))
         grammar = None
@@ -261,22 +276,19 @@ class InputProcessor:
             grammar = self.grammars.compile(params.structured_outputs)
             params = msgspec.structs.replace(params, structured_outputs=None)  # the core takes the grammar alone
             if not grammar.begin_after:
-                thinking = None  # the form is all there is
+                thinking = None  # the grammar covers the whole output
         heads = list(options.alignment_heads)
         rules = options.timestamps
-        return Generate(params, seed, sorted(stops), bad_words, ignored, grammar, thinking, rules, heads)
+        return Generate(params, seed & _MASK64, sorted(stops), bad_words, ignored, grammar, thinking, rules, heads)
 
     def read_prompt(self, prompt: Prompt | Any) -> tuple[str | None, list[int]]:
-        """The text (if there is one) and the token ids of a prompt in any of its forms, as an encoder reads it."""
-        if isinstance(prompt, Mapping):
-            return self._read_dictionary(prompt)
+        """Returns the text, if any, and the token ids of a prompt in any of its forms."""
         if isinstance(prompt, str):
             return prompt, self.tokenizer.source.encode(prompt)
         if isinstance(prompt, (list, tuple)):
             return None, list(prompt)
-        raise InvalidRequestError(f"a prompt must be text, a list of token ids or a dictionary, not {prompt!r}")
-
-    def _read_dictionary(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, Mapping):
+            raise InvalidRequestError(f"a prompt must be text, a list of token ids or a dictionary, not {prompt!r}")
         for key, value in prompt.items():
             if key in FOREIGN_KEYS and value is not None:
                 raise InvalidRequestError(f"{key!r} of a prompt must be None: {FOREIGN_KEYS[key]}")
@@ -295,32 +307,8 @@ class InputProcessor:
             return text, self.tokenizer.source.encode(text)
         raise InvalidRequestError("a prompt given as a dictionary needs 'prompt' (text) or 'prompt_token_ids'")
 
-    def _check_prompt(self, token_ids: Sequence[int], virtual: int, *, samples: bool) -> list[int]:
-        """The token ids, as plain integers, if they can be served: behind so many virtual tokens, and with a token
-        after them if it ``samples``.
-        """
-        checked = self.prompt_ids(token_ids)
-        if virtual + len(token_ids) + samples > self.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {_counted(len(token_ids), virtual)}, but prompt and output together may have at most "
-                f"{self.max_model_len}: the model's max_model_len, or what the KV cache blocks hold if that is less"
-            )
-        return checked
-
-    def _read_prediction(self, prediction: str | Sequence[int] | None) -> list[int]:
-        """The token ids of a predicted output, up to the longest that there can be."""
-        if prediction is None:
-            return []
-        if isinstance(prediction, str):
-            prediction = self.tokenizer.encode(prediction, add_special_tokens=False)
-        return self._checked_ids("prediction", prediction[: self.max_model_len])
-
     def prompt_ids(self, token_ids: Sequence[int], what: str = "prompt") -> list[int]:
-        """The token ids of a prompt as plain integers; ``what`` it is called in errors.
-
-        Raises:
-            InvalidRequestError: there is none, or one is no integer, or not in the vocabulary.
-        """
+        """Checks that a prompt has tokens, all in the vocabulary; ``what``: its name in errors."""
         if not token_ids:
             raise InvalidRequestError(f"the {what} is empty; it must have at least one token")
         return self._checked_ids(what, token_ids)
@@ -336,7 +324,6 @@ class InputProcessor:
         return checked
 
     def _check_policy(self, options: RequestOptions) -> None:
-        """Refuses what the scheduling policy does not look at."""
         if options.priority and not self._policy_class.uses_priority:
             names = ", ".join(name for name, policy in POLICIES.items() if policy.uses_priority)
             raise InvalidRequestError(
@@ -352,18 +339,6 @@ class InputProcessor:
                     f"{name} must be left out under scheduling_policy {self._policy!r}, which does not look at it; "
                     f"policies that do: {names}, or a module:Class that says so"
                 )
-
-    def _max_tokens(self, limit: int | None, num_prompt_tokens: int, virtual: int) -> int | None:
-        """``max_tokens`` if the context has room for it after the prompt; one that no caller named is cut to that."""
-        room = self.max_model_len - virtual - num_prompt_tokens
-        if isinstance(limit, DefaultMaxTokens):
-            return min(int(limit), room)
-        if limit is not None and limit > room:
-            raise InvalidRequestError(
-                f"max_tokens ({limit}) does not fit: the prompt has {_counted(num_prompt_tokens, virtual)}, and "
-                f"prompt and output together may have at most {self.max_model_len}; {room} or None would fit"
-            )
-        return limit
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.detokenize:
@@ -386,7 +361,7 @@ class InputProcessor:
                     )
 
     def _check_choices_left(self, params: SamplingParams, bad_words: list[list[int]], stops: Set[int]) -> None:
-        """Refuses what excludes every token from the start; what a grammar allows is known to the workers alone."""
+        """Refuses parameters that exclude every token from the start; grammars are left to the workers."""
         excluded = {word[0] for word in bad_words if len(word) == 1}
         if params.min_tokens:
             excluded |= stops
@@ -395,13 +370,370 @@ class InputProcessor:
             names = [name for name in excluding_fields(params) if not name.startswith("structured_outputs")]
             raise InvalidRequestError(no_token_message(names, 0))
 
-    def _request_seed(self, params: SamplingParams) -> int:
-        """The request's own seed, or one drawn from the engine's seed and the number of such requests before."""
-        if params.seed is not None:
-            return params.seed & _MASK64
-        self._unseeded += 1
-        return ((self._seed << 32) ^ (self._unseeded * _SPREAD)) & _MASK64
+
+# Encoder-decoder models
 
 
-def _counted(tokens: int, virtual: int) -> str:
-    return f"{tokens} tokens and the adapter {virtual} virtual ones" if virtual else f"{tokens} tokens"
+class EncoderPrompts:
+    """Splits the prompts of an encoder-decoder model, which are:
+
+    - a text, token ids, or a dictionary with one of these: the encoder's prompt; the decoder begins with its start
+      tokens. If the model takes audio, this is the decoder's prompt, and ``multi_modal_data`` has the audio;
+    - ``{"encoder_prompt": ..., "decoder_prompt": ...}``, each as above; the second may be None.
+    """
+
+    def __init__(self, config: ModelConfig, max_model_len: int, inputs: InputProcessor) -> None:
+        facts, longest = config.encoder_facts, config.longest_input(max_model_len)
+        assert facts is not None and longest is not None
+        self.longest = longest
+        self.facts, self._inputs = facts, inputs
+
+    def split(self, prompt: Prompt | Any) -> SplitPrompt:
+        """Splits a prompt into the encoder's input and the decoder's token ids; a split prompt is returned as it is."""
+        if isinstance(prompt, Mapping) and isinstance(prompt.get("encoder_input"), EncoderInput):
+            return prompt  # type: ignore[return-value]
+        salt = None
+        if isinstance(prompt, Mapping):
+            salt = prompt.get("cache_salt")
+            prompt = {key: value for key, value in prompt.items() if key != "cache_salt" and value is not None}
+        if isinstance(prompt, Mapping) and not prompt.keys().isdisjoint(("encoder_prompt", "decoder_prompt")):
+            split = self._split_explicit(prompt)
+        elif self.facts.takes_audio:
+            data, rest = _take_data(prompt)
+            split = self._split(None, data, rest)
+        else:
+            split = self._split(prompt, None, None)
+        return split if salt is None else {**split, "cache_salt": salt}
+
+    def _split_explicit(self, prompt: Mapping[str, Any]) -> SplitPrompt:
+        if unknown := [key for key in prompt if key not in ("encoder_prompt", "decoder_prompt")]:
+            raise InvalidRequestError(
+                f"a prompt with 'encoder_prompt' has 'decoder_prompt' and 'cache_salt' beside it, not {unknown[0]!r}"
+            )
+        if "encoder_prompt" not in prompt:
+            raise InvalidRequestError("a prompt with 'decoder_prompt' needs 'encoder_prompt': what the encoder reads")
+        encoder, data = prompt["encoder_prompt"], None
+        if self.facts.takes_audio:
+            data, rest = _take_data(encoder)
+            if rest not in (None, "", []):
+                raise InvalidRequestError(f"the encoder reads sound alone, not {rest!r} beside it")
+        return self._split(encoder, data, prompt.get("decoder_prompt"))
+
+    def _split(self, encoder: Any, data: Any, decoder: Any) -> SplitPrompt:
+        text: str | None = None
+        if self.facts.takes_audio:
+            encoder_input = audio_input(data, self.facts)
+        else:
+            text, ids = self._inputs.read_prompt(encoder)
+            checked = self._inputs.prompt_ids(ids, "encoder's prompt")
+            if len(checked) > self.longest:
+                raise InvalidRequestError(
+                    f"the encoder's prompt has {len(checked)} tokens, but may have at most {self.longest}: the model's "
+                    "positions, or max_model_len where it has no limit of its own"
+                )
+            encoder_input = EncoderInput.of_tokens(checked)
+        split = self._decoder_prompt(decoder)
+        split["encoder_input"], split["encoder_prompt"] = encoder_input, text
+        return split
+
+    def _decoder_prompt(self, prompt: Any) -> SplitPrompt:
+        """Reads the decoder's prompt, without the tokenizer's special tokens, and puts the start token before it."""
+        start, forced = self.facts.decoder_start_ids, self.facts.forced_ids
+        if prompt is None or prompt in ("", [], ()):
+            return SplitPrompt(prompt_token_ids=[*start, *forced], num_forced=len(forced))
+        text: str | None = None
+        if isinstance(prompt, str):
+            text, ids = prompt, self._inputs.tokenizer.encode(prompt, add_special_tokens=False)
+        elif isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
+            text, _ = self._inputs.read_prompt({**prompt, "prompt_token_ids": [0]})
+            if text is None:
+                raise InvalidRequestError("a decoder prompt needs 'prompt' (text) or 'prompt_token_ids'")
+            ids = self._inputs.tokenizer.encode(text, add_special_tokens=False)
+        else:
+            text, ids = self._inputs.read_prompt(prompt)
+        ids = self._inputs.prompt_ids(ids, "decoder's prompt")
+        if ids[:1] != [*start[:1]]:
+            ids = [*start[:1], *ids]
+        split = SplitPrompt(prompt_token_ids=ids, num_forced=0)
+        if text is not None:
+            split["prompt"] = text
+        return split
+
+
+def audio_input(data: Any, facts: EncoderFacts) -> EncoderInput:
+    """Converts sound, samples float32 [n] at the model's rate or (samples, rate), to the encoder's input."""
+    samples, rate = data if isinstance(data, tuple) and len(data) == 2 else (data, facts.audio_rate)
+    if data is None:
+        raise InvalidRequestError('the model reads sound: give it as {"multi_modal_data": {"audio": (samples, rate)}}')
+    if rate != facts.audio_rate:
+        raise InvalidRequestError(f"sound must have {facts.audio_rate} samples a second, not {rate!r}")
+    import numpy as np
+
+    values = np.asarray(samples)
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.floating):
+        raise InvalidRequestError(f"sound must be float32 [samples] of one channel, not {values.dtype} {values.shape}")
+    if not 0 < len(values) <= facts.audio_samples:
+        raise InvalidRequestError(f"sound must have 1 to {facts.audio_samples} samples, not {len(values)}")
+    return EncoderInput.of_audio(values, facts.audio_tokens)
+
+
+def _take_data(prompt: Any) -> tuple[Any, Any]:
+    """Separates the sound of a prompt from the rest of it; each may be None."""
+    if not isinstance(prompt, Mapping):
+        return None, prompt
+    data = prompt.get("multi_modal_data")
+    if data is not None and (not isinstance(data, Mapping) or set(data) != {"audio"}):
+        raise InvalidRequestError(f"multi_modal_data must be a dictionary with 'audio' alone, not {data!r:.200}")
+    rest = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
+    if set(rest) == {"prompt"}:
+        return data and data["audio"], rest["prompt"]
+    return (None if data is None else data["audio"]), rest or None
+
+
+# Vectors and scores
+
+#: As the Qwen3-Reranker models were trained (Zhang et al. 2025, "Qwen3 Embedding", section 2).
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+#: The answers if config.json has no ``classifier_from_token``.
+_DEFAULT_ANSWERS = ("no", "yes")
+
+
+class YesNoScorer:
+    """Scores pairs with a language model: the score is the probability of the second of ``answer_ids`` ("yes")."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        """The answers are those of ``hf_overrides`` (``classifier_from_token``), or "no" and "yes"."""
+        self._tokenizer = files.tokenizer
+        words = (files.options.hf_overrides or {}).get("classifier_from_token", _DEFAULT_ANSWERS)
+        ids = [self._tokenizer.convert_tokens_to_ids(word) for word in words]
+        if len(ids) != 2 or None in ids:
+            raise ConfigError(
+                f"task 'score' needs two tokens as answers, but {words!r} are not: name them in hf_overrides as "
+                "classifier_from_token"
+            )
+        self.answer_ids = [index for index in ids if index is not None]
+
+    def prompt(self, query: str, document: str, most: int | None) -> Prompt:
+        """Makes the prompt of a pair; the document is cut so that the prompt has at most ``most`` tokens."""
+        ids = self._encode(query, document)
+        if most is not None and len(ids) > most:
+            words = self._tokenizer.encode(document, add_special_tokens=False)
+            kept = len(words)
+            while len(ids) > most:
+                kept -= len(ids) - most
+                if kept < 0:
+                    raise InvalidRequestError(f"the query alone is longer than {most} tokens")
+                ids = self._encode(query, self._tokenizer.decode(words[:kept]))
+        return {"prompt": f"{query} {document}", "prompt_token_ids": ids}
+
+    def _encode(self, query: str, document: str) -> list[int]:
+        text = f"<Instruct>: {_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+        if not self._tokenizer.chat_templates:
+            return self._tokenizer.encode(f"{_SYSTEM}\n\n{text}\n\nAnswer:")
+        messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
+        rendered = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, enable_thinking=False)
+        return self._tokenizer.encode(rendered, add_special_tokens=False)
+
+
+#: Further keys of a prompt's dictionary: the segment of each token; the first pooled position.
+_TYPES, _FIRST = "token_type_ids", "first_pooled"
+
+
+class PoolingInputs:
+    """Tokenizes and checks requests for vectors and scores of one model."""
+
+    def __init__(self, files: ModelFiles, inputs: InputProcessor) -> None:
+        self._files, self._inputs, self.tokenizer = files, inputs, files.tokenizer
+        self.max_model_len = inputs.max_model_len
+        self.config, self.pooler = files.model_config, files.model_config.pooler
+        #: "generate", and those of ``PoolingTask``.
+        self.tasks = model_tasks(self.config, files.options.task)
+        self._yes_no = YesNoScorer(files) if self.config.head == "lm" and self.tasks == ("score",) else None
+
+    def require(self, task: str) -> None:
+        if task not in self.tasks:
+            raise InvalidRequestError(
+                f"the model {self._files.options.model!r} ({self.config.architecture}) cannot {_VERBS[task]}; it can: "
+                + ", ".join(_VERBS[name] for name in self.tasks)
+            )
+
+    def embedding_prompt(self, prompt: Prompt, prompt_name: str | None = None) -> Prompt:
+        """Puts the model's text named ``prompt_name``, or its default one, before a prompt."""
+        name = prompt_name if prompt_name is not None else self.pooler.default_prompt_name
+        if name is None:
+            return prompt
+        before = self.pooler.prompts.get(name)
+        if before is None:
+            names = ", ".join(map(repr, self.pooler.prompts)) or "none"
+            raise InvalidRequestError(f"prompt_name must be one of the model's prompts ({names}), not {name!r}")
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if not isinstance(text, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None):
+            if prompt_name is None:
+                return prompt  # the caller's token ids include the prompt text
+            raise InvalidRequestError(f"prompt_name {name!r} is put before texts, not before token ids")
+        others = prompt if isinstance(prompt, Mapping) else {}
+        fields: dict[str, Any] = {**others, "prompt": before + text}
+        if not self.pooler.include_prompt:
+            # As sentence-transformers counts the tokens of a prompt text: without a special token at its end.
+            ids = self.tokenizer.encode_cut(before, self.max_model_len)
+            fields[_FIRST] = len(ids) - (bool(ids) and ids[-1] in self.tokenizer.special_ids)
+        return fields
+
+    def pair_prompts(self, query: str, document: str, truncate: int | None = None) -> list[Prompt]:
+        """Makes the prompts of a pair: one with both texts, or one for each text, whose vectors are compared."""
+        self.require("score")
+        for name, text in (("query", query), ("document", document)):
+            if not isinstance(text, str):
+                raise InvalidRequestError(f"the {name} of a score must be text, not {text!r}")
+        if self._compares:
+            prompts = self.pooler.prompts
+            return [
+                self.embedding_prompt(query, "query" if "query" in prompts else None),
+                self.embedding_prompt(document, "document" if "document" in prompts else None),
+            ]
+        if self._yes_no is not None:
+            return [self._yes_no.prompt(query, document, self._cut_length(truncate))]
+        ids, second = self.tokenizer.encode_pair(query, document, self._cut_length(truncate))
+        types = [0] * second + [1] * (len(ids) - second) if second else None
+        return [{"prompt": f"{query} {document}", "prompt_token_ids": ids, _TYPES: types}]
+
+    @property
+    def _compares(self) -> bool:
+        return self.config.head in ("none", "lm") and self._yes_no is None
+
+    def score(self, outputs: Sequence[Pooled]) -> float:
+        """Computes the score of a pair from the outputs of its prompts; ``InvalidRequestError`` if one failed."""
+        for output in outputs:
+            if output.outputs.error is not None:
+                raise InvalidRequestError(output.outputs.error)
+        rows = [output.outputs.data for output in outputs]
+        return float(rows[0][0]) if len(rows) == 1 else similarity(self.pooler.similarity, *rows)
+
+    def score_params(self, params: PoolingParams | None) -> PoolingParams:
+        return msgspec.structs.replace(params or PoolingParams(), task="embed" if self._compares else "score")
+
+    def tokenize(self, prompt: Prompt, params: PoolingParams) -> Prompt:
+        """Adds token ids to a text prompt; for a thread, if the text is long."""
+        fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        text = fields.get("prompt")
+        if not isinstance(text, str) or fields.get("prompt_token_ids") is not None:
+            return prompt
+        most = self._cut_length(params.truncate_prompt_tokens)
+        ids = self.tokenizer.encode(text) if most is None else self.tokenizer.encode_cut(text, most)
+        return {**fields, "prompt_token_ids": ids}
+
+    def _cut_length(self, truncate: int | None) -> int | None:
+        return None if truncate is None else self.max_model_len if truncate == -1 else truncate
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: PoolingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        adapter: AdapterRef | None = None,
+    ) -> PoolingState:
+        """Tokenizes and checks a request for ``OutputProcessor.open``; nothing changes if it is refused."""
+        arrival, options = self._inputs.begin(prompt, options)
+        params.validate()  # a field may have been assigned after construction
+        task_name = self._task(params)
+        fields = dict(prompt) if isinstance(prompt, Mapping) else {}
+        types, first = fields.pop(_TYPES, None), fields.pop(_FIRST, 0)
+        text, token_ids = self._inputs.read_prompt(self.tokenize(fields or prompt, params))
+        if (most := self._cut_length(params.truncate_prompt_tokens)) is not None:
+            token_ids = token_ids[:most]
+        virtual = 0 if adapter is None else adapter.num_virtual_tokens
+        token_ids = self._inputs.prompt_ids(token_ids)
+        if virtual + len(token_ids) > self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids) + virtual} tokens, but the model takes at most {self.max_model_len}; "
+                "truncate_prompt_tokens=-1 cuts it there"
+            )
+        task = Pool(
+            msgspec.structs.replace(params, task=task_name),
+            "last" if self._yes_no is not None else self.pooler.kind,
+            self._first_pooled(first, len(token_ids), task_name) + virtual,
+            _second_text(types, token_ids),
+            [] if self._yes_no is None else self._yes_no.answer_ids,
+        )
+        group = self._inputs.core_request(token_ids, task, arrival, options, adapter)
+        return PoolingState(request_id, text, token_ids, NO_SAMPLING, group)
+
+    def _first_pooled(self, first: int, num_tokens: int, task: PoolingTask) -> int:
+        """The first pooled position of a prompt whose first ``first`` tokens are excluded.
+
+        If no token is left (the text is empty, or was cut), vectors are those of sentence-transformers: zero, or of the
+        first token. There is none for "max".
+        """
+        if first < num_tokens:
+            return first
+        kind = self.pooler.kind
+        if kind == "max" and task == "embed":
+            raise InvalidRequestError("no token of the text is left beside those of its prompt, which is not pooled")
+        if kind == "cls" or task != "embed":
+            return 0 if task == "embed" else num_tokens - 1
+        return num_tokens
+
+    def _task(self, params: PoolingParams) -> PoolingTask:
+        task: Any = params.task
+        if task is None:
+            task = next((name for name in self.tasks if name not in ("generate", "score")), "score")
+        if task == "score" and self._compares:
+            raise InvalidRequestError("this model scores pairs by comparing vectors: ask for both with task embed")
+        self.require(task)
+        if (dimensions := params.dimensions) is not None:  # only sizes that the model was trained for
+            if task not in ("embed", "token_embed"):
+                raise InvalidRequestError(f"dimensions is for vectors, and must be left out of {task}")
+            size, sizes = self.vector_size, self.pooler.dimensions
+            if dimensions > size or (sizes is not None and dimensions != size and dimensions not in sizes):
+                supported = f"1 to {size}" if sizes is None else ", ".join(map(str, (*sizes, size)))
+                raise InvalidRequestError(f"dimensions must be one of the model's ({supported}), not {dimensions}")
+        checked: PoolingTask = task
+        return checked
+
+    @property
+    def vector_size(self) -> int:
+        return self.pooler.dense[-1].outputs if self.pooler.dense else self.config.hidden_size
+
+
+_VERBS = {
+    "generate": "generate text",
+    "transcribe": "transcribe recordings",
+    "embed": "embed",
+    "token_embed": "embed tokens",
+    "classify": "classify",
+    "token_classify": "classify tokens",
+    "score": "score pairs",
+}
+
+
+def _second_text(types: Any, token_ids: Sequence[int]) -> int:
+    """The position where the tokens of the second text begin; 0: there is none."""
+    if types is None:
+        return 0
+    if not isinstance(types, list) or len(types) < len(token_ids):
+        raise InvalidRequestError(f"'token_type_ids' must be a list of {len(token_ids)} numbers, one for each token")
+    ones = types[: len(token_ids)].count(1)
+    second = len(token_ids) - ones
+    if types[: len(token_ids)] != [0] * second + [1] * ones or not second:
+        raise InvalidRequestError("'token_type_ids' must be 0 for the tokens of the first text, then 1")
+    return second if ones else 0
+
+
+def similarity(kind: str, first: np.ndarray, second: np.ndarray) -> float:
+    """The similarity of two vectors float32 [D], by the model's measure; larger is more similar."""
+    import numpy as np  # a server that generates does without
+
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    if kind == "euclidean":
+        return -float(np.sqrt(np.sum((a - b) ** 2)))
+    if kind == "manhattan":
+        return -float(np.sum(np.abs(a - b)))
+    product = float(np.sum(a * b))
+    if kind == "dot":
+        return product
+    return product / max(float(np.sqrt(np.sum(a * a)) * np.sqrt(np.sum(b * b))), 1e-12)

@@ -38,98 +38,7 @@ from octavo.engine.model_files import ModelFiles, find_files
 from octavo.loader.resolve import checkpoint_digest
 from octavo.process.interrupts import HeldInterrupts, holding_interrupts
 
-# A new engine core in the place of one that has lost a worker, for an engine whose core is in its process.
-
 logger = logging.getLogger("octavo")
-
-
-class Recovery:
-    """Owns how often a core was replaced, what is held against requests, and the totals of the cores before.
-
-    A worker that was killed, hangs or has crashed ends its core with all workers. A new core has the same adapters and
-    shared prefixes, and open requests go on there with the same bits, in the order of their arrival. What a program has
-    changed on workers by ``collective_rpc`` is lost.
-    """
-
-    def __init__(self, front_end: FrontEnd, core: EngineCore) -> None:
-        self._front_end = front_end
-        self._restarts = RestartLimit(core.options.engine_restarts)
-        self._blame = Blame()
-        self._digest = self._find_digest()
-        self._totals: SchedulerStats | None = None
-        self._watch(core)
-
-    def stats(self, core: EngineCore) -> SchedulerStats:
-        """Those of the core, with the totals of the cores before it."""
-        stats = core.scheduler.stats()
-        return sum_stats([stats] if self._totals is None else [self._totals, stats])
-
-    def recover(self, dead: EngineCore, error: EngineDeadError) -> tuple[EngineCore, EngineCoreOutputs]:
-        """A core in the place of one that has raised ``error``, with all open requests but those that end thereby.
-
-        Raises:
-            EngineDeadError: the core was shut down on purpose, too many have died or could not be made, or the model
-                was changed.
-        """
-        if dead.was_shut_down:
-            raise error
-        requests, guilty = self._front_end.outputs.open_requests(), None
-        if not isinstance(error, EngineKilledError):
-            verdict = self._blame.observe_death(self._last_steps.groups, requests)
-            if verdict is not None:
-                guilty = verdict.group_id
-                self._restarts.forgive(len(verdict.replicas))
-        core = self._replace(dead, error)
-        ended = ended_stats(dead.scheduler.counts())
-        self._totals = ended if self._totals is None else sum_stats([self._totals, ended])
-        outputs = EngineCoreOutputs()
-        for request in requests:
-            if request.group_id == guilty:
-                reason = GUILTY.format(error)
-                outputs.groups.append(GroupOutput(guilty, SequenceStatus.FINISHED_ERROR.value, reason))
-            else:
-                core.add(request.resume(self._blame.alone(request)))
-        return core, outputs
-
-    def _replace(self, core: EngineCore, error: EngineDeadError) -> EngineCore:
-        """A core like the others before, with no request yet."""
-        files = self._front_end.files
-        while self._restarts.take():
-            logger.warning(
-                "%s; they are started again, for the %d. time in %g minutes, and %d open requests go on",
-                error, self._restarts.num_recent, RESTART_WINDOW / 60, self._front_end.outputs.num_open,
-            )  # fmt: skip
-            core.shutdown()
-            if self._find_digest() != self._digest:
-                raise EngineDeadError(f"{error}; the model's files were changed, so that no answer can go on")
-            try:
-                core = EngineCore(files.options, files.folder, core.replica)
-                self._make_like_before(core)
-                return core
-            except OctavoError as e:
-                error = e if isinstance(e, EngineDeadError) else EngineDeadError(f"{error}; there is no other: {e}")
-        raise error
-
-    def _make_like_before(self, core: EngineCore) -> None:
-        """Pins what was pinned."""
-        self._watch(core)
-        front_end = self._front_end
-        front_end.adapters.on_unpin = core.scheduler.preparations.unpin
-        for adapter in front_end.adapters:
-            if adapter.pinned:
-                core.pin_adapter(adapter.ref)
-        for prefix in front_end.prefixes:
-            if request_id_of(prefix.name) not in front_end.outputs:  # else it goes on as other requests do
-                core.add(front_end.prefixes.request(prefix).group)
-        while core.has_work:
-            core.step()
-
-    def _watch(self, core: EngineCore) -> None:
-        core.recorder = self._last_steps = LastSteps(core.max_in_flight)
-
-    def _find_digest(self) -> str:
-        files = self._front_end.files
-        return checkpoint_digest(files.options.model, files.folder)
 
 
 class LLMEngine:
@@ -142,15 +51,13 @@ class LLMEngine:
     ...         if output.finished:
     ...             print(output.outputs[0].text)
 
-    What changes it holds Ctrl-C back until it is done, see ``HeldInterrupts``: the engine can be used after each.
+    Methods that change it hold Ctrl-C back until they are done (``HeldInterrupts``), so it stays usable.
     """
 
     def __init__(
         self, files: ModelFiles, stat_loggers: Sequence[StatLogger] = (), core: EngineCore | None = None
     ) -> None:
-        """Reads the weights and makes the model ready; ``stat_loggers`` get the statistics of each step.
-
-        ``core``: one that has loaded the files already.
+        """Loads the weights, unless ``core`` has loaded them; ``stat_loggers`` get the statistics of each step.
 
         Raises:
             OctavoError: the model is unreadable, unsupported, or does not fit.
@@ -158,7 +65,7 @@ class LLMEngine:
         with memory_errors():
             self.core = core or EngineCore(files.options, files.folder)
             self._stat_loggers = make_stat_loggers(files.options, stat_loggers)
-            self.front_end = FrontEnd(files, self.core.max_model_len, sends=not self.core.executor.in_process)
+            self.front_end = FrontEnd(files, self.core.max_model_len, crosses_process=not self.core.executor.in_process)
         self.tokenizer, self.inputs = self.front_end.tokenizer, self.front_end.inputs
         self.adapters = self.front_end.adapters
         self.adapters.on_unpin = self.core.scheduler.preparations.unpin
@@ -171,7 +78,7 @@ class LLMEngine:
 
     @staticmethod
     def from_config(options: EngineConfig, stat_loggers: Sequence[StatLogger] = ()) -> LLMEngine:
-        """Finds (or fetches) the model and makes it ready; ``stat_loggers`` get the statistics of each step.
+        """Finds or downloads the model and loads it; ``stat_loggers`` get the statistics of each step.
 
         Raises:
             OctavoError: the model is unknown, unreadable, unsupported, or does not fit.
@@ -189,15 +96,15 @@ class LLMEngine:
         streaming: bool = True,
         **keywords: Any,
     ) -> None:
-        """Queues a request. If ``streaming``, each step that adds to it gives all of it so far; else its end does.
+        """Queues a request. If ``streaming``, each step that adds to it returns all of it so far; else its end does.
 
-        Without ``params`` it has the model's defaults (see ``EngineConfig.generation_config``). With their
-        ``output_kind`` DELTA each step gives what it adds, with FINAL_ONLY it is as with ``streaming=False``.
-        ``keywords``: fields of ``RequestOptions``. The output of ``PoolingParams`` is a ``PoolingRequestOutput``.
+        Without ``params`` it gets the model's defaults (``EngineConfig.generation_config``). ``output_kind`` DELTA
+        makes each step return what it adds; FINAL_ONLY is as ``streaming=False``. ``keywords``: fields of
+        ``RequestOptions``. The output for ``PoolingParams`` is a ``PoolingRequestOutput``.
 
         Raises:
-            InvalidRequestError: the request cannot be served; the engine is as before.
-            AdapterError: the adapter cannot be used; likewise.
+            InvalidRequestError: the request cannot be served; the engine is unchanged.
+            AdapterError: the adapter cannot be used.
             EngineStateError: the engine is sleeping.
         """
         if self.core.is_sleeping:
@@ -210,9 +117,9 @@ class LLMEngine:
         self.core.add(request.group)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step: the requests that it added to, each with all of its output so far; see ``add_request``.
+        """Runs one step; returns the requests that it added to (see ``add_request``).
 
-        If a worker was lost, all workers are started again, and open requests go on as if nothing had happened.
+        If a worker is lost, all workers are restarted and open requests continue.
 
         Raises:
             EngineDeadError: that has happened more than ``engine_restarts`` times within ten minutes.
@@ -225,7 +132,11 @@ class LLMEngine:
 
     def _step(self) -> list[RequestOutput]:
         try:
-            outputs = self._compute()
+            if self._stat_loggers:
+                outputs, stats = self.core.measured_step()
+                log_stats(self._stat_loggers, stats)
+            else:
+                outputs = self.core.step()
         except EngineDeadError as error:
             outputs = self._replace_core(error)
         ready, stopped = self.front_end.outputs.process(outputs)
@@ -234,15 +145,7 @@ class LLMEngine:
                 self.core.stop(group_id, index)
         return [request.take() for request in ready]
 
-    def _compute(self) -> EngineCoreOutputs:
-        if not self._stat_loggers:
-            return self.core.step()
-        outputs, stats = self.core.measured_step()
-        log_stats(self._stat_loggers, stats)
-        return outputs
-
     def _replace_core(self, error: EngineDeadError) -> EngineCoreOutputs:
-        """Has another core go on where the core has raised ``error``: the ends of requests that do not."""
         if self._recovery is None:
             raise error
         self.core, ended = self._recovery.recover(self.core, error)
@@ -250,7 +153,7 @@ class LLMEngine:
 
     @holding_interrupts
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """Ends a request at once and frees all it holds: its last output, or None if it is not open."""
+        """Ends a request at once; returns its last output, or None if it is not open."""
         request = self.front_end.outputs.abort(request_id)
         if request is None:
             return None
@@ -260,19 +163,19 @@ class LLMEngine:
 
     @holding_interrupts
     def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> bool:
-        """Reads and checks an adapter, so that requests may name it; false if it was loaded with the same content.
+        """Reads and checks an adapter, so that requests may name it; False if the same content is loaded.
 
-        ``load_inplace``: a name that is taken means this content from now on.
+        ``load_inplace`` replaces the content of a name in use.
 
         Raises:
-            AdapterError: it cannot be used with this model, or ``enable_lora`` is off.
+            AdapterError: the model cannot use it, or ``enable_lora`` is off.
             AdapterConflictError: its name or number is taken.
         """
         return self.adapters.add(lora_request, self.adapters.read(lora_request), in_place=load_inplace)
 
     @holding_interrupts
     def remove_lora(self, lora_id: int) -> bool:
-        """Forgets the adapter of this ``lora_int_id``; false if there is none.
+        """Removes the adapter of this ``lora_int_id``; False if there is none.
 
         Raises:
             AdapterConflictError: requests use it.
@@ -284,10 +187,10 @@ class LLMEngine:
 
     @holding_interrupts
     def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter in host memory and in a slot until it is removed; false if there is none of this number.
+        """Keeps an adapter in host memory and in a slot until it is removed; False if there is none of this number.
 
         Raises:
-            AdapterError: so many are pinned that no other could run.
+            AdapterError: pinned adapters would fill the slots.
         """
         adapter = self.adapters.numbered(lora_id)
         if adapter is not None:
@@ -306,45 +209,41 @@ class LLMEngine:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Calls a method of every worker, or a function with each worker as its first argument: answers by rank.
+        """Calls a method of every worker, or a function with each worker as first argument; returns answers by rank.
 
-        Where workers run in other processes, arguments and answers are plain data, and a function is found there by
-        its name, so it must be importable. ``timeout`` in seconds.
+        If workers run in other processes, arguments and answers must be plain data, and the function importable.
+        ``timeout`` in seconds.
 
         Raises:
-            ConfigError: there is no such method, or something cannot be sent.
+            ConfigError: there is no such method, or an argument cannot be sent.
             EngineDeadError: a worker is lost.
-            TimeoutError: not all have answered in time; the workers are ended.
+            TimeoutError: a worker has not answered in time; the workers are ended.
             Exception: the method failed on a worker.
         """
         return self.core.executor.collective_rpc(method, args, kwargs, timeout)
 
     @holding_interrupts
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forgets the contents of all blocks that requests to come could share; true, as it always succeeds.
+        """Empties the prefix cache except for shared prefixes; always True.
 
-        ``reset_running_requests``: open requests compute their tokens so far again, as after a change of the weights.
-        Shared prefixes stay.
+        ``reset_running_requests``: open requests compute their tokens again, as after a change of the weights.
         """
         self.core.scheduler.reset_prefix_cache(reset_running_requests)
         return True
 
     def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
-        """Computes the beginning of prompts to come, and keeps its KV cache blocks until ``remove_shared_prefix``.
+        """Computes the beginning of later prompts and keeps its KV cache blocks until ``remove_shared_prefix``.
 
         >>> name = llm.add_shared_prefix(system_prompt)
         >>> llm.generate(system_prompt + question)[0].metrics.num_cached_tokens
 
-        The text is tokenized as a prompt's beginning is. All of its tokens are shared, by requests without a
-        ``cache_salt``. The answers are the same as without it.
-
-        Returns:
-            Its name: ``name``, or by default ``prefix-1`` and so on.
+        The text is tokenized like the start of a prompt. Requests without a ``cache_salt`` share all of its tokens;
+        their answers stay the same. Returns its name: ``name``, or ``prefix-1`` and so on.
 
         Raises:
             ConfigError: the prefix cache is off, the name is in use, or too few blocks would be left for a request of
                 ``max_model_len`` tokens.
-            InvalidRequestError: it is no prompt, or too long.
+            InvalidRequestError: the prompt is invalid or too long.
             EngineStateError: requests are unfinished, or the engine sleeps.
             WorkerError: it could not be computed.
         """
@@ -373,7 +272,7 @@ class LLMEngine:
 
     @holding_interrupts
     def remove_shared_prefix(self, name: str) -> None:
-        """Releases a shared prefix: its blocks stay in the prefix cache until they are needed, as any others.
+        """Releases a shared prefix: its blocks stay in the prefix cache until they are evicted.
 
         Raises:
             ConfigError: there is none of this name.
@@ -387,10 +286,10 @@ class LLMEngine:
 
     @holding_interrupts
     def sleep(self, level: int = 1) -> None:
-        """Frees memory until ``wake_up``, for other programs. Meanwhile requests raise ``EngineStateError``.
+        """Frees memory for other programs until ``wake_up``. Meanwhile requests raise ``EngineStateError``.
 
-        Level 1 drops the KV cache with its prefixes; on a GPU the weights move to host memory, on a CPU they stay,
-        packed as they are. Level 2 drops the weights too: ``wake_up`` reads them again from the checkpoint.
+        Level 1 drops the KV cache with its prefixes; on a GPU the weights move to host memory, on a CPU they stay.
+        Level 2 drops the weights too: ``wake_up`` reads them again from the checkpoint.
 
         Raises:
             ConfigError: there is no such level.
@@ -404,9 +303,9 @@ class LLMEngine:
         return self.core.is_sleeping
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Restores weights, KV cache, pins of adapters and shared prefixes; nothing happens if it is not sleeping.
+        """Restores weights, KV cache, pinned adapters and shared prefixes; returns whether it is awake.
 
-        ``tags``: of "weights" and "kv_cache", what to restore now; it sleeps until both are. Whether it is awake.
+        ``tags``: "weights", "kv_cache" or both, to restore now; it sleeps until both are there.
 
         Raises:
             ConfigError: there is no such tag.
@@ -431,7 +330,95 @@ class LLMEngine:
         return self.front_end.outputs.num_open > 0 or bool(self._not_returned)
 
     def stats(self) -> SchedulerStats:
-        """Queues and blocks now, and what was scheduled, preempted, swapped and found in the prefix cache so far."""
+        """Queues and blocks now, and totals of scheduling, preemption, swapping and prefix hits."""
         if self._recovery is not None:
             return self._recovery.stats(self.core)
         return copy.copy(self.core.scheduler.stats())  # the scheduler goes on counting in its own
+
+
+class Recovery:
+    """Replaces the core of an in-process engine after it lost a worker.
+
+    A worker that is killed, hangs or crashes ends its core with all workers. The new core gets the same adapters and
+    shared prefixes, and open requests continue there with the same bits, by arrival. Changes made on workers by
+    ``collective_rpc`` are lost.
+    """
+
+    def __init__(self, front_end: FrontEnd, core: EngineCore) -> None:
+        self._front_end = front_end
+        self._restarts = RestartLimit(core.options.engine_restarts)
+        self._blame = Blame()
+        self._digest = self._find_digest()
+        self._totals: SchedulerStats | None = None
+        self._watch(core)
+
+    def stats(self, core: EngineCore) -> SchedulerStats:
+        """The core's statistics plus the totals of earlier cores."""
+        stats = core.scheduler.stats()
+        return sum_stats([stats] if self._totals is None else [self._totals, stats])
+
+    def recover(self, dead: EngineCore, error: EngineDeadError) -> tuple[EngineCore, EngineCoreOutputs]:
+        """Replaces a core that raised ``error``; returns the new core with the open requests, and the culprit's end.
+
+        Raises ``EngineDeadError`` if the core was shut down on purpose, the restart limit is reached, or the model has
+        changed.
+        """
+        if dead.was_shut_down:
+            raise error
+        requests, guilty = self._front_end.outputs.open_requests(), None
+        if not isinstance(error, EngineKilledError):
+            verdict = self._blame.observe_death(self._last_steps.groups, requests)
+            if verdict is not None:
+                guilty = verdict.group_id
+                self._restarts.forgive(len(verdict.replicas))
+        core = self._replace(dead, error)
+        ended = ended_stats(dead.scheduler.counts())
+        self._totals = ended if self._totals is None else sum_stats([self._totals, ended])
+        outputs = EngineCoreOutputs()
+        for request in requests:
+            if request.group_id == guilty:
+                reason = GUILTY.format(error)
+                outputs.groups.append(GroupOutput(guilty, SequenceStatus.FINISHED_ERROR.value, reason))
+            else:
+                core.add(request.resume(self._blame.alone(request)))
+        return core, outputs
+
+    def _replace(self, core: EngineCore, error: EngineDeadError) -> EngineCore:
+        files = self._front_end.files
+        while self._restarts.take():
+            logger.warning(
+                "%s; they are started again, for the %d. time in %g minutes, and %d open requests go on",
+                error, self._restarts.num_recent, RESTART_WINDOW / 60, self._front_end.outputs.num_open,
+            )  # fmt: skip
+            core.shutdown()
+            if self._find_digest() != self._digest:
+                raise EngineDeadError(f"{error}; the model's files were changed, so that no answer can go on")
+            try:
+                core = EngineCore(files.options, files.folder, core.replica)
+                self._make_like_before(core)
+                return core
+            except OctavoError as e:
+                error = e if isinstance(e, EngineDeadError) else EngineDeadError(f"{error}; there is no other: {e}")
+        raise error
+
+    def _make_like_before(self, core: EngineCore) -> None:
+        """Pins the adapters and shared prefixes again."""
+        self._watch(core)
+        front_end = self._front_end
+        front_end.adapters.on_unpin = core.scheduler.preparations.unpin
+        for adapter in front_end.adapters:
+            if adapter.pinned:
+                core.pin_adapter(adapter.ref)
+        for prefix in front_end.prefixes:
+            if request_id_of(prefix.name) not in front_end.outputs:  # else it goes on as other requests do
+                core.add(front_end.prefixes.request(prefix).group)
+        while core.has_work:
+            core.step()
+
+    def _watch(self, core: EngineCore) -> None:
+        self._last_steps = LastSteps(core.max_in_flight)
+        core.record_to(self._last_steps)
+
+    def _find_digest(self) -> str:
+        files = self._front_end.files
+        return checkpoint_digest(files.options.model, files.folder)

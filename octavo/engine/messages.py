@@ -1,8 +1,7 @@
-"""Messages between a front end and the process of its engine core: msgpack, tagged, bounded in size.
+"""Messages between a front end and the process of its engine core: msgpack, tagged, limited in size.
 
-Three channels: front end to core (``ToCore``), core to front end (``FromCore``), and a socket pair that
-carries nothing while both live: when it closes, each knows that the other has ended. A core that fails sends its
-``Failure`` there.
+There are three channels: front end to core (``ToCore``), core to front end (``FromCore``), and a socket pair without
+traffic, which closes when either process ends; a core that fails sends its ``Failure`` there.
 """
 
 from __future__ import annotations
@@ -19,21 +18,16 @@ from octavo.core.stats import StepStats
 from octavo.process.children import Failure, LogMessage
 from octavo.process.startup import ProcessProfile
 
-#: A longer message to the core is refused before it is sent: the longest prompt takes 5 bytes a token.
+#: Longest message to the core; a prompt takes 5 bytes a token.
 MAX_BYTES_TO_CORE = 64 << 20
-#: The longest from the core are the logprobs of prompts: ``max_logprobs`` ids and numbers for each token of a step.
+#: Longest message from the core: ``max_logprobs`` prompt logprobs for each token of a step.
 MAX_BYTES_FROM_CORE = 1 << 30
 BYTES_OF_LOGPROB = 14
-#: Characters of the message of a core that has failed.
 MAX_EXIT_REPORT = 8000
 
 
 def check_sendable(request: EngineCoreRequest) -> None:
-    """Refuses a request that cannot be sent to another process because it holds code.
-
-    Raises:
-        InvalidRequestError: naming the callable.
-    """
+    """Refuses a request with code, which cannot be sent to another process."""
     processors = request.task.params.logits_processors if isinstance(request.task, Generate) else None
     for i, processor in enumerate(processors or ()):
         named = processor if hasattr(processor, "__qualname__") else type(processor)
@@ -46,17 +40,15 @@ def check_sendable(request: EngineCoreRequest) -> None:
 class Start(msgspec.Struct, tag=True, array_like=True):
     """The first message: the engine's options and its working folder."""
 
-    #: Fields of ``EngineConfig``.
     options: dict[str, Any]
     folder: str
-    #: Messages of logger "octavo" below this level are not sent back.
+    #: Log messages below this level are not sent back.
     log_level: int
-    #: Number of this core among those of its front end.
     replica: int = 0
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
-    """A request to queue."""
+    """Queues a request."""
 
     request: EngineCoreRequest
 
@@ -68,7 +60,7 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
-    """Ends one sequence of a request, after a stop string was found in its text."""
+    """Ends one sequence of a request, after a stop string."""
 
     group_id: int
     index: int
@@ -80,12 +72,12 @@ class Unpin(msgspec.Struct, tag=True, array_like=True):
     name: str
 
 
-#: Id of a call whose reply nobody awaits.
+#: The id of a call whose reply nobody awaits.
 NO_REPLY = -1
 
 
 class Call(msgspec.Struct, tag=True, array_like=True):
-    """Asks for a ``Reply``."""
+    """Calls a method; answered by a ``Reply``."""
 
     call_id: int
     method: Literal[
@@ -103,7 +95,7 @@ class Call(msgspec.Struct, tag=True, array_like=True):
 
 
 class HandOver(msgspec.Struct, tag=True, array_like=True):
-    """Takes requests from a core, to go on elsewhere: their outputs come before the ``Reply``, and none after it."""
+    """Takes requests from a core: their outputs come before the ``Reply``, and none after it."""
 
     call_id: int
     group_ids: list[int]
@@ -117,26 +109,22 @@ ToCore = Start | Add | Abort | Stop | Unpin | Call | HandOver | Shutdown
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
-    """The model is loaded; what the front end needs of it."""
-
     model_config: ModelConfig
     #: Longest sequence in tokens, prompt and output together.
     max_model_len: int
-    #: See ``checkpoint_digest``.
+    #: ``checkpoint_digest`` of the model.
     digest: str
-    #: The starts of the core and of workers in processes of their own.
+    #: Start-up profiles of the core and of its workers' processes.
     profiles: list[ProcessProfile] = []
 
 
 class StepDone(msgspec.Struct, tag=True, array_like=True):
-    """The outputs of one step, of all requests, and its statistics."""
-
     outputs: EngineCoreOutputs
     stats: StepStats
 
 
 class Reply(msgspec.Struct, tag=True, array_like=True):
-    """The answer to a ``Call``: a value, or the error that it raised."""
+    """The answer to a ``Call`` or ``HandOver``: a value or an error."""
 
     call_id: int
     value: msgspec.Raw

@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are read: enough to refuse what could not be served anyway."""
+"""Finds a model and reads its small files, so that options which cannot work are refused before weights are read."""
 
 from __future__ import annotations
 
@@ -26,68 +26,36 @@ startup_logger = logging.getLogger("octavo.startup")
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model that was found (and fetched), without its network's configuration, which needs the network's modules."""
+    """A model's files; its network's configuration is missing, as reading it imports the network's modules."""
 
     options: EngineConfig
     folder: Path
     tokenizer: Tokenizer
-    #: The model's own values for fields of ``SamplingParams`` that a caller leaves out.
+    #: The model's own defaults of ``SamplingParams`` fields.
     default_sampling: Mapping[str, Any]
     #: Texts and names of the option ``shared_prefix``.
     prefixes: list[tuple[str, str]]
 
     def with_config(self, config: ModelConfig) -> ModelFiles:
-        """The model with its configuration."""
         return ModelFiles(**vars(self), model_config=config)
 
 
 @dataclass(frozen=True)
 class ModelFiles(FoundModel):
-    """A model with its configuration, for an engine in this process."""
+    """A model's files with its configuration."""
 
     model_config: ModelConfig
 
 
 def check_classes(options: EngineConfig) -> None:
-    """Refuses options that name classes which are not there, before a model is looked for.
-
-    Raises:
-        ConfigError: see above.
-    """
+    """Checks that the classes named in options exist, before the model is looked for."""
     policy_class(options.scheduling_policy)
     LogitsPlugins(options.logits_processors or ())
 
 
-def check_packages(options: EngineConfig) -> None:
-    """Refuses options that need a package which is not installed, before a model is looked for.
-
-    Raises:
-        ConfigError: see above.
-    """
-    check_kernel_packages(options.kernels, options.device)
-    if options.distributed_executor_backend == "ray":
-        from octavo.executor.ray_executor import import_ray
-
-        import_ray()
-
-
-def read_files(options: EngineConfig) -> list[tuple[str, str]]:
-    """Text and name of each file that the option ``shared_prefix`` lists.
-
-    Raises:
-        ConfigError: a file cannot be read, or is not UTF-8.
-    """
-    return [(read_text(path, "shared prefix"), path) for path in options.shared_prefix or ()]
-
-
 @memory_errors()
 def find_files(options: EngineConfig) -> ModelFiles:
-    """``find_model`` for an engine in this process.
-
-    Raises:
-        ConfigError: it shall have several replicas.
-        OctavoError: as ``find_model``.
-    """
+    """Runs ``find_model`` and reads the configuration, for an engine in this process."""
     if options.data_parallel_size > 1:
         raise ConfigError(
             f"data_parallel_size ({options.data_parallel_size}) is for AsyncLLM and octavo serve; in one program "
@@ -101,22 +69,22 @@ def find_files(options: EngineConfig) -> ModelFiles:
 
 @memory_errors()
 def find_model(options: EngineConfig, when_found: Callable[[Path], object] = lambda folder: None) -> FoundModel:
-    """Finds (or fetches) the model; wrong names in options are refused before.
+    """Finds or downloads the model, after checking the options.
 
-    ``when_found`` is called with its folder, before the tokenizer is read: a core may load the weights meanwhile.
+    ``when_found`` is called with its folder before the tokenizer is read: a core may load the weights meanwhile.
 
     Raises:
         OctavoError: an option is wrong, or the model is unknown, unreadable or unsupported.
     """
-    check_packages(options)
+    check_kernel_packages(options.kernels, options.device)
+    if options.distributed_executor_backend == "ray":
+        from octavo.executor.remote import import_ray
+
+        import_ray()
     check_classes(options)
-    prefixes = read_files(options)
+    prefixes = [(read_text(path, "shared prefix"), path) for path in options.shared_prefix or ()]
     read_chat_template(options.chat_template)
-    folder = resolve_model(
-        options.model,
-        revision=options.revision,
-        weights=options.load_format != "dummy",
-    )
+    folder = resolve_model(options.model, revision=options.revision, weights=options.load_format != "dummy")
     sampling = default_sampling(options.generation_config, folder)
     if sampling:
         startup_logger.info("sampling defaults of the model: %s", describe_sampling(sampling))

@@ -1,4 +1,4 @@
-"""From outputs of the core to outputs of requests: text, stop strings, logprobs, finish reasons, metrics."""
+"""Turns outputs of the core into outputs of requests: text, stop strings, logprobs, finish reasons, metrics."""
 
 from __future__ import annotations
 
@@ -41,174 +41,16 @@ from octavo.core.sampling_params import (
 )
 from octavo.engine.tokenizer import IncrementalDetokenizer, Tokenizer
 
-# A request as the front end knows it: what its engine core takes of it, and its output so far.
-
-
-@dataclass(slots=True, eq=False)
-class Completion:
-    """One sequence of a request. Without a detokenizer its text is made once, at its end."""
-
-    #: What was added since the last ``take``, but for the tokens.
-    output: CompletionOutput
-    detokenizer: IncrementalDetokenizer | None = None
-    finished: bool = False
-    #: All of them, 4 bytes each: another engine core can go on from there. How many were taken.
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    num_taken: int = 0
-
-    def take(self) -> CompletionOutput:
-        """What is new since the last call."""
-        output = self.output
-        output.token_ids = self.token_ids[self.num_taken :].tolist()
-        self.num_taken = len(self.token_ids)
-        if self.detokenizer is not None:
-            output.text = self.detokenizer.take_text()
-        self.output = CompletionOutput(
-            output.index,
-            cumulative_logprob=output.cumulative_logprob,
-            logprobs=None if output.logprobs is None else [],
-        )
-        return output
-
-
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """A checked request, what the core takes of it, and while it is open its output since the last ``take``.
-
-    Output that is not taken accumulates.
-    """
-
-    #: As the user named it.
-    request_id: str
-    prompt: str | None
-    #: Those of its adapter are not among them: users do not see virtual tokens.
-    prompt_token_ids: list[int]
-    #: As the user gave them; of a beam search, how its hypotheses are shown as completions.
-    params: SamplingParams
-    group: EngineCoreRequest
-    #: Special tokens that are part of the text although others are not.
-    visible_tokens: frozenset[int] = frozenset()
-    #: Text of what the encoder reads, if it was given as text.
-    encoder_prompt: str | None = None
-    # Set when it is opened:
-    kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
-    metrics: RequestMetrics = field(init=False)
-    completions: list[Completion] = field(init=False)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    #: What was made of its prompt, see ``SequenceResult``.
-    pooled: bytes | None = None
-    #: What is in ``metrics`` from the next ``take`` on: drafts so far, and when the last token came.
-    drafts: DraftStats | None = None
-    last_token_time: float | None = None
-    #: All that was taken, of ``CUMULATIVE``.
-    taken: RequestOutput | None = None
-    #: What its engine core has last said of its admission, and of its beams.
-    admission: AdmissionStats | None = None
-    beams: BeamResumePoint | None = None
-
-    @property
-    def group_id(self) -> int:
-        """As the engine core knows it."""
-        return self.group.group_id
-
-    @property
-    def num_virtual_tokens(self) -> int:
-        """Tokens of its adapter before the prompt."""
-        return 0 if self.group.adapter is None else self.group.adapter.num_virtual_tokens
-
-    @property
-    def streaming(self) -> bool:
-        """Whether it has an output after each step."""
-        return self.kind is not RequestOutputKind.FINAL_ONLY
-
-    @property
-    def finished(self) -> bool:
-        """Whether all of its completions have ended."""
-        return all(c.finished for c in self.completions)
-
-    @property
-    def num_untaken_tokens(self) -> int:
-        """Tokens that were generated since the last ``take``."""
-        return sum(len(c.token_ids) - c.num_taken for c in self.completions)
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens that its engine cores have reported, over all completions or beams."""
-        beams = 0 if self.beams is None else sum(map(len, self.beams.token_ids))
-        return beams + sum(len(c.token_ids) for c in self.completions)
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether an engine core has reported its admission."""
-        return self.admission is not None
-
-    def resume(self, alone: int = 0) -> EngineCoreRequest:
-        """The request as another engine core takes it, to go on with what comes after the outputs so far.
-
-        ``alone``: see ``ResumePoint``.
-        """
-        if self.admission is None and not alone:
-            return self.group  # nothing of it was computed
-        drafts, metrics = self.drafts, self.metrics
-        if drafts is None and metrics.num_draft_tokens:
-            drafts = DraftStats(self.group_id, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens)
-        begun = [(i, c) for i, c in enumerate(self.completions) if c.token_ids and not c.finished]
-        completions = [CompletionResumePoint(i, c.token_ids.tolist()) for i, c in begun]
-        progress = ResumePoint(completions, self.beams, self.admission, drafts, alone)
-        return msgspec.structs.replace(self.group, progress=progress)
-
-    def take(self) -> RequestOutput:
-        """All of the output so far, of ``CUMULATIVE``; else what is new since the last call.
-
-        The first time that is all there is, so one call at the end gives the whole.
-        """
-        if self.kind is not RequestOutputKind.CUMULATIVE:
-            return self._take_new()
-        new = self._take_new()
-        self.taken = new if self.taken is None else self.taken + new
-        return self.taken
-
-    def _take_new(self) -> Any:
-        """Costs nothing for what was taken before."""
-        finished = self.finished
-        outputs = [c.take() for c in self.completions]
-        if (drafts := self.drafts) is not None:
-            drafted, accepted, self.drafts = drafts.num_draft_tokens, drafts.num_accepted_tokens, None
-            self.metrics = replace(self.metrics, num_draft_tokens=drafted, num_accepted_draft_tokens=accepted)
-        output = RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=self._best(outputs) if finished else outputs,
-            finished=finished,
-            metrics=self.metrics,
-        )
-        if (given := self.group.encoder_input) is not None:
-            output.encoder_prompt, output.num_encoder_tokens = self.encoder_prompt, given.num_tokens
-            output.encoder_prompt_token_ids = given.token_ids
-            output.attention_weights, self.pooled = self.pooled, None
-        if self.prompt_logprobs is not None and (finished or len(self.prompt_logprobs) == len(self.prompt_token_ids)):
-            output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
-        return output
-
-    def _best(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
-        """``best_of``: the ``n`` likeliest, best first, and failed ones last."""
-        n = self.params.n
-        if len(outputs) <= n:
-            return outputs
-        ranked = sorted(outputs, key=lambda o: (o.error is not None, -(o.cumulative_logprob or 0.0), o.index))
-        return [replace(o, index=i) for i, o in enumerate(ranked[:n])]
-
-
-#: A token or a text ended the output; it failed.
 _STOPPED, _FAILED = SequenceStatus.FINISHED_STOPPED.value, SequenceStatus.FINISHED_ERROR.value
+#: Parameters of a pooling request, which samples nothing.
+NO_SAMPLING = SamplingParams(max_tokens=0, seed=0, detokenize=False)
 
 
 class OutputProcessor:
-    """Owns the open requests' outputs. Invariant: a request is open until each of its completions has ended."""
+    """Owns the outputs of open requests. A request is open until each of its completions has ended."""
 
     def __init__(self, tokenizer: Tokenizer, on_end: Callable[[int], object] = lambda group_id: None) -> None:
-        """``on_end`` is called with the group of each request that has ended, in whichever way."""
+        """``on_end``: called with the group id when a request ends, however it ends."""
         self._on_end = on_end
         self._tokenizer = tokenizer
         self._requests: dict[str, RequestState] = {}
@@ -219,14 +61,13 @@ class OutputProcessor:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
         return len(self._requests)
 
     def open(self, request: RequestState, kind: RequestOutputKind) -> RequestState:
-        """Begins a request; it has an output after each step, or at its end only (``FINAL_ONLY``).
+        """Opens a request, with an output after each step or only at its end (``FINAL_ONLY``).
 
-        Its parameters may name another kind than ``kind``, but for that. Beam search and ``best_of`` have nothing to
-        show before their end. One that is open begins anew, as if nothing of it had been computed.
+        ``params.output_kind`` overrides ``kind`` unless that is ``FINAL_ONLY``. Beam search and ``best_of`` have output
+        only at their end. Opening an open request again restarts it.
         """
         task, params = request.group.task, request.params
         if kind is not RequestOutputKind.FINAL_ONLY:
@@ -242,7 +83,7 @@ class OutputProcessor:
                 output.logprobs = []
             if isinstance(task, Generate) and task.params.logprobs is not None:
                 output.cumulative_logprob = 0.0
-            completion = Completion(output)
+            completion = CompletionState(output)
             if params.detokenize and (params.stop or request.streaming):
                 completion.detokenizer = self._detokenizer(request)
             request.completions.append(completion)
@@ -255,7 +96,7 @@ class OutputProcessor:
         return IncrementalDetokenizer(self._tokenizer, prompt, request.params, visible)
 
     def process(self, step: EngineCoreOutputs) -> tuple[list[RequestState], list[tuple[int, int]]]:
-        """Adds a step: the requests with an output to take, and the sequences (group, index) ended by a stop text."""
+        """Applies a step; returns the requests with new output, and (group, index) of stopped sequences."""
         now = time.monotonic()
         updated: dict[int, RequestState] = {}
         stopped: list[tuple[int, int]] = []
@@ -263,7 +104,15 @@ class OutputProcessor:
             request = self._groups.get(admission.group_id)
             if request is not None:
                 request.admission = admission
-                request.metrics = _with_admission(request.metrics, admission, request.num_virtual_tokens)
+                request.metrics = replace(
+                    request.metrics,
+                    first_scheduled_time=admission.first_scheduled_time,
+                    num_cached_tokens=max(0, admission.num_cached_tokens - request.num_virtual_tokens),
+                    num_preemptions=admission.num_recomputes + admission.num_swaps,
+                    num_preemptions_by_swap=admission.num_swaps,
+                    num_recomputed_tokens=admission.num_recomputed_tokens,
+                    num_swapped_blocks=admission.num_swapped_blocks,
+                )
         for drafts in step.drafts:
             request = self._groups.get(drafts.group_id)
             if request is not None:
@@ -300,7 +149,7 @@ class OutputProcessor:
         return ready, stopped
 
     def abort(self, request_id: str) -> RequestState | None:
-        """Ends a request, whose group is still to be ended in the core. None if it is not open."""
+        """Ends an open request, which the caller must end in the core too; None if it is not open."""
         request = self._requests.get(request_id)
         if request is not None:
             for completion in request.completions:
@@ -310,20 +159,18 @@ class OutputProcessor:
         return request
 
     def open_requests(self) -> list[RequestState]:
-        """Those that have not ended, in order of their arrival."""
+        """Sorted by arrival."""
         return [self._groups[group_id] for group_id in sorted(self._groups)]
 
     def id_of_group(self, group_id: int) -> str | None:
-        """The id of the open request that the engine core knows by this number; None: there is none."""
         request = self._groups.get(group_id)
         return None if request is None else request.request_id
 
     def of_group(self, group_id: int) -> RequestState:
-        """The open request that the engine core knows by this id."""
         return self._groups[group_id]
 
     def discard(self, request: RequestState) -> None:
-        """Closes a request as it is; output not yet taken stays in it."""
+        """Closes a request as it is; its untaken output stays."""
         del self._requests[request.request_id]
         del self._groups[request.group_id]
         self._on_end(request.group_id)
@@ -333,7 +180,7 @@ class OutputProcessor:
         self.discard(request)
 
     def _end_group(self, request: RequestState, update: GroupOutput) -> None:
-        """The whole group has ended: with the hypotheses of a beam search, with its prompt, or because it failed."""
+        """Ends a request as a whole: a beam search, a pooling request, or a failure."""
         if update.hypotheses is None:
             for completion in request.completions:
                 if not completion.finished:
@@ -342,7 +189,7 @@ class OutputProcessor:
                     self._finish(request, completion, update.finish_reason)
             return
         stops = request.group.task.stop_token_ids
-        # Fewer than asked for where the vocabulary has not as many continuations.
+        # There may be fewer hypotheses than completions if the vocabulary is small.
         request.completions = request.completions[: len(update.hypotheses)]
         for completion, hypothesis in zip(request.completions, update.hypotheses, strict=True):
             output = completion.output
@@ -350,9 +197,9 @@ class OutputProcessor:
             output.cumulative_logprob, output.score = hypothesis.cumulative_logprob, hypothesis.score
             self._finish(request, completion, hypothesis.finish_reason, drop_last=hypothesis.token_ids[-1] in stops)
 
-    def _add(self, request: RequestState, completion: Completion, update: SequenceOutput, now: float) -> None:
+    def _add(self, request: RequestState, completion: CompletionState, update: SequenceOutput, now: float) -> None:
         output, reason, token_ids = completion.output, update.finish_reason, update.token_ids
-        # The token that ended it has no place in the text, unless the user wants to see what stopped it.
+        # The stop token is not part of the text, unless the user asks for it.
         silent = reason == _STOPPED and not request.params.include_stop_str_in_output
         if reason is not None:
             output.stop_reason = update.stop_reason
@@ -360,7 +207,7 @@ class OutputProcessor:
         if token_ids and detokenizer is not None:
             num_tokens = detokenizer.num_tokens
             stop = detokenizer.append(token_ids[:-1] if silent else token_ids)
-            if stop is not None:  # what follows it does not count, nor how the sequence ended there
+            if stop is not None:  # later tokens and the finish reason there do not count
                 token_ids = token_ids[: detokenizer.num_tokens - num_tokens]
                 output.stop_reason, reason, silent = stop, _STOPPED, False
         if token_ids:
@@ -381,12 +228,14 @@ class OutputProcessor:
         if reason is not None:
             self._finish(request, completion, reason, drop_last=silent)
 
-    def _finish(self, request: RequestState, completion: Completion, reason: str, *, drop_last: bool = False) -> None:
+    def _finish(
+        self, request: RequestState, completion: CompletionState, reason: str, *, drop_last: bool = False
+    ) -> None:
         output, params = completion.output, request.params
         output.finish_reason, completion.finished = reason, True
         if completion.detokenizer is not None:
             stop = completion.detokenizer.finish()
-            if stop is not None:  # it ended in a broken character that completes a stop string
+            if stop is not None:  # an incomplete character completed a stop string
                 output.finish_reason, output.stop_reason = _STOPPED, stop
         elif params.detokenize:
             completion.detokenizer = self._detokenizer(request)
@@ -394,9 +243,9 @@ class OutputProcessor:
             completion.detokenizer.finish()
 
     def _add_logprobs(
-        self, request: RequestState, completion: Completion, extra: SequenceResult, num_tokens: int
+        self, request: RequestState, completion: CompletionState, extra: SequenceResult, num_tokens: int
     ) -> None:
-        """Adds those of the first ``num_tokens`` new tokens, and of the prompt."""
+        """Adds the logprobs of the first ``num_tokens`` new tokens, and of the prompt."""
         output = completion.output
         for position in extra.logprobs[:num_tokens]:
             if output.cumulative_logprob is not None:
@@ -405,7 +254,7 @@ class OutputProcessor:
                 output.logprobs.append(self._readable(position))
         prompt_logprobs = request.prompt_logprobs
         if prompt_logprobs is not None and output.index == 0:
-            # After a preemption the prompt is computed again; what is known already is not added twice.
+            # After a preemption the prompt is computed again; its logprobs are added once.
             start = extra.prompt_start - request.num_virtual_tokens
             fresh = extra.prompt_logprobs[len(prompt_logprobs) - start :] if extra.prompt_logprobs else []
             prompt_logprobs.extend(self._readable(p) for p in fresh)
@@ -419,30 +268,124 @@ class OutputProcessor:
         return logprobs
 
 
-def _with_admission(metrics: RequestMetrics, admission: AdmissionStats, num_virtual_tokens: int) -> RequestMetrics:
-    return replace(
-        metrics,
-        first_scheduled_time=admission.first_scheduled_time,
-        num_cached_tokens=max(0, admission.num_cached_tokens - num_virtual_tokens),
-        num_preemptions=admission.num_recomputes + admission.num_swaps,
-        num_preemptions_by_swap=admission.num_swaps,
-        num_recomputed_tokens=admission.num_recomputed_tokens,
-        num_swapped_blocks=admission.num_swapped_blocks,
-    )
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A checked request, the core's part of it, and, while it is open, its output since the last ``take``."""
 
+    request_id: str
+    prompt: str | None
+    #: Without the adapter's virtual tokens.
+    prompt_token_ids: list[int]
+    #: The user's; for a beam search, those that describe its hypotheses as completions.
+    params: SamplingParams
+    group: EngineCoreRequest
+    visible_tokens: frozenset[int] = frozenset()
+    encoder_prompt: str | None = None
+    # Set by ``OutputProcessor.open``:
+    kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    metrics: RequestMetrics = field(init=False)
+    completions: list[CompletionState] = field(init=False)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    #: ``SequenceResult.pooled``.
+    pooled: bytes | None = None
+    #: In ``metrics`` from the next ``take`` on.
+    drafts: DraftStats | None = None
+    last_token_time: float | None = None
+    #: The whole output so far, for ``CUMULATIVE``.
+    taken: RequestOutput | None = None
+    #: The last reports of its engine core.
+    admission: AdmissionStats | None = None
+    beams: BeamResumePoint | None = None
 
-# Requests for vectors and scores while they are open.
+    @property
+    def group_id(self) -> int:
+        return self.group.group_id
 
-#: A request for a vector samples nothing.
-NO_SAMPLING = SamplingParams(max_tokens=0, seed=0, detokenize=False)
+    @property
+    def num_virtual_tokens(self) -> int:
+        return 0 if self.group.adapter is None else self.group.adapter.num_virtual_tokens
+
+    @property
+    def streaming(self) -> bool:
+        return self.kind is not RequestOutputKind.FINAL_ONLY
+
+    @property
+    def finished(self) -> bool:
+        return all(c.finished for c in self.completions)
+
+    @property
+    def num_untaken_tokens(self) -> int:
+        return sum(len(c.token_ids) - c.num_taken for c in self.completions)
+
+    @property
+    def num_generated(self) -> int:
+        """The tokens reported so far, over all completions or beams."""
+        beams = 0 if self.beams is None else sum(map(len, self.beams.token_ids))
+        return beams + sum(len(c.token_ids) for c in self.completions)
+
+    @property
+    def is_begun(self) -> bool:
+        return self.admission is not None
+
+    def resume(self, alone: int = 0) -> EngineCoreRequest:
+        """The core's request with a ``ResumePoint``, to continue after the outputs so far.
+
+        ``alone``: tokens to compute alone.
+        """
+        if self.admission is None and not alone:
+            return self.group
+        drafts, metrics = self.drafts, self.metrics
+        if drafts is None and metrics.num_draft_tokens:
+            drafts = DraftStats(self.group_id, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens)
+        begun = [(i, c) for i, c in enumerate(self.completions) if c.token_ids and not c.finished]
+        completions = [CompletionResumePoint(i, c.token_ids.tolist()) for i, c in begun]
+        progress = ResumePoint(completions, self.beams, self.admission, drafts, alone)
+        return msgspec.structs.replace(self.group, progress=progress)
+
+    def take(self) -> RequestOutput:
+        """Returns the output: all so far for ``CUMULATIVE``, else what is new since the last call."""
+        if self.kind is not RequestOutputKind.CUMULATIVE:
+            return self._take_new()
+        new = self._take_new()
+        self.taken = new if self.taken is None else self.taken + new
+        return self.taken
+
+    def _take_new(self) -> Any:
+        finished = self.finished
+        outputs = [c.take() for c in self.completions]
+        if (drafts := self.drafts) is not None:
+            drafted, accepted, self.drafts = drafts.num_draft_tokens, drafts.num_accepted_tokens, None
+            self.metrics = replace(self.metrics, num_draft_tokens=drafted, num_accepted_draft_tokens=accepted)
+        output = RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=self._best(outputs) if finished else outputs,
+            finished=finished,
+            metrics=self.metrics,
+        )
+        if (encoder_input := self.group.encoder_input) is not None:
+            output.encoder_prompt, output.num_encoder_tokens = self.encoder_prompt, encoder_input.num_tokens
+            output.encoder_prompt_token_ids = encoder_input.token_ids
+            output.attention_weights, self.pooled = self.pooled, None
+        if self.prompt_logprobs is not None and (finished or len(self.prompt_logprobs) == len(self.prompt_token_ids)):
+            output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return output
+
+    def _best(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
+        """``best_of``: the ``n`` most likely completions, best first, failed ones last."""
+        n = self.params.n
+        if len(outputs) <= n:
+            return outputs
+        ranked = sorted(outputs, key=lambda o: (o.error is not None, -(o.cumulative_logprob or 0.0), o.index))
+        return [replace(o, index=i) for i, o in enumerate(ranked[:n])]
 
 
 @dataclass(slots=True, eq=False)
 class PoolingState(RequestState):
-    """A request whose output is what was made of its prompt; it has one, at its end."""
+    """A pooling request, whose only output is the result for its prompt."""
 
     def _take_new(self) -> Pooled:
-        """The output."""
         import numpy as np  # a server that generates does without
 
         end = self.completions[0].output
@@ -457,3 +400,27 @@ class PoolingState(RequestState):
         return PoolingRequestOutput(
             self.request_id, PoolingOutput(data, error), self.prompt, self.prompt_token_ids, self.metrics, self.finished
         )
+
+
+@dataclass(slots=True, eq=False)
+class CompletionState:
+    """One sequence of a request. Without a detokenizer its text is made once, at its end."""
+
+    #: The output since the last ``take``, except its tokens.
+    output: CompletionOutput
+    detokenizer: IncrementalDetokenizer | None = None
+    finished: bool = False
+    #: All tokens, 4 bytes each, so that another engine core can continue; and how many of them were taken.
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    num_taken: int = 0
+
+    def take(self) -> CompletionOutput:
+        output = self.output
+        output.token_ids = self.token_ids[self.num_taken :].tolist()
+        self.num_taken = len(self.token_ids)
+        if self.detokenizer is not None:
+            output.text = self.detokenizer.take_text()
+        self.output = CompletionOutput(
+            output.index, cumulative_logprob=output.cumulative_logprob, logprobs=None if output.logprobs is None else []
+        )
+        return output

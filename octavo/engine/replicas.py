@@ -1,4 +1,8 @@
-"""The engine cores behind one front end: a core that is lost is replaced, and its requests go on at others."""
+"""The engine cores behind one front end (data parallelism).
+
+``Replicas`` restarts cores that die, ``Placement`` knows which core has each request, ``Router`` chooses it, and
+``Migration`` drains and restarts replicas on purpose.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -42,19 +45,246 @@ from octavo.engine.output_processor import RequestState
 from octavo.memory.prefix_cache import PrefixChain
 from octavo.process.children import ProcessorWaits
 
-# One of the places behind a front end in which an engine core serves requests.
+logger = logging.getLogger("octavo")
+T = TypeVar("T")
 
-#: "drained": it lives, and gets no requests. "dead": it is not started again.
+#: "drained": it lives and gets no requests. "dead": it is not restarted.
 ReplicaStatus = Literal["starting", "ready", "drained", "dead"]
+Routing = Literal["prefix", "least_loaded", "round_robin"]
+#: Most blocks that the router remembers per replica: 20 million tokens in blocks of 16.
+MAX_BLOCKS = 1 << 20
+#: Most blocks of a prompt that the router looks up, so that long prompts do not block the event loop.
+_LONGEST_PREFIX = 2048
+_EXPECTED_TOKENS = 256
+#: Seconds between two checks of a replica that is being drained.
+_POLL = 0.02
+#: The error of a request for one core only, such as that of a shared prefix, when the core ends.
+CORE_ENDED = "the engine's process has ended"
+_MODEL_CHANGED = (
+    "the model's files were changed while the answer was being generated, and no engine has those that it began with"
+)
+
+
+class Replicas:
+    """Owns the engine cores behind a front end. For one event loop.
+
+    A core that dies is restarted, within limits; meanwhile its requests continue at others, or wait. A request fails
+    only if it is the culprit, if its model has changed, or if all cores are lost for good: then ``on_death`` is called,
+    once.
+    """
+
+    def __init__(self, processes: list[CoreProcess], config: EngineConfig) -> None:
+        self.starter = CoreStarter(config.standby_engines, RestartLimit(config.engine_restarts))
+        self.all = [
+            Replica(number, CoreClient(process), RestartLimit(config.engine_restarts))
+            for number, process in enumerate(processes)
+        ]
+        self.requests = Placement(self.all, router_of(config))
+        self._watchdog: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: Set while a core takes requests, and when all are lost for good.
+        self._available = asyncio.Event()
+        self._closing = False
+        #: Why all cores are lost for good.
+        self._error: OctavoError | None = None
+        #: Whether generation is paused, so that cores with requests do no steps.
+        self.paused = False
+        #: Called with each step of a core; its next message is processed after that.
+        self.on_step: Callable[[StepDone], Awaitable[None]] = _ignore
+        #: Gives a new core the engine's state before it takes requests.
+        self.on_start: Callable[[int], Awaitable[None]] = _ignore
+        self.on_death: Callable[[OctavoError], None] = lambda error: None
+
+    async def ready(self) -> Ready:
+        """Waits until all cores have loaded; ``max_model_len`` is that of the smallest KV cache."""
+        ready = await asyncio.gather(*(replica.client.ready for replica in self.all))
+        for replica, its in zip(self.all, ready, strict=True):
+            if replica.client.error is not None:
+                raise replica.client.error
+            self._connect(replica, StartedCore(replica.client, its))
+            replica.status = "ready"
+        self._available.set()
+        self.starter.start_seconds = time.monotonic() - self.starter.created
+        profiles = [profile for r in ready for profile in r.profiles]
+        return msgspec.structs.replace(ready[0], max_model_len=min(r.max_model_len for r in ready), profiles=profiles)
+
+    def _connect(self, replica: Replica, core: StartedCore) -> None:
+        replica.client, replica.digest = core.client, core.ready.digest
+        core.client.on_step = partial(self._receive, replica)
+        core.client.on_death = partial(self._lose, replica, core.client)
+
+    def send_all(self, message: ToCore) -> None:
+        for replica in self.all:
+            replica.client.send(message)
+
+    async def call(self, method: str, kind: type[T], *args: Any) -> list[T]:
+        """Calls all living cores, or, if none lives, the next that does; returns their answers by number.
+
+        Raises:
+            EngineDeadError: all are lost.
+            OctavoError: the call failed on one.
+        """
+        while True:
+            await self._available.wait()
+            if not self.living:
+                raise EngineDeadError(str(self._error))
+            if answers := await self._call_living(method, kind, *args):
+                return [answer for _, answer in answers]
+            await asyncio.sleep(0)  # for their deaths to be observed
+
+    async def views(self, fresh: bool) -> list[EngineView]:
+        """Returns the view of each living core (``ViewRecorder.view``)."""
+        views = await self._call_living("view", EngineView, fresh)
+        for replica, view in views:
+            view.replica = replica.number
+        return [view for _, view in views]
+
+    async def _call_living(self, method: str, kind: type[T], *args: Any) -> list[tuple[Replica, T]]:
+        """Calls the living cores; one that dies meanwhile is left out: its successor starts with the engine's state."""
+        replicas = [replica for replica in self.all if replica.lives]
+        calls = (replica.client.call(method, kind, *args) for replica in replicas)
+        answers = []
+        for replica, answer in zip(replicas, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if not isinstance(answer, BaseException):
+                answers.append((replica, answer))
+            elif not isinstance(answer, EngineDeadError):
+                raise answer
+        return answers
+
+    @property
+    def living(self) -> list[int]:
+        return [replica.number for replica in self.all if replica.lives]
+
+    @property
+    def is_available(self) -> bool:
+        return any(replica.status == "ready" for replica in self.all)
+
+    async def _receive(self, replica: Replica, step: StepDone) -> None:
+        replica.num_steps += 1
+        self.requests.observe_admissions(replica, step.outputs.admissions)
+        if step.stats.replica != replica.number:  # it was in reserve
+            step.stats = msgspec.structs.replace(step.stats, replica=replica.number)
+        await self.on_step(step)
+
+    def _lose(self, replica: Replica, client: CoreClient, error: OctavoError) -> None:
+        """Handles the death of a core: its requests go to others, or wait for its successor."""
+        dead = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        computed = None if isinstance(error, EngineKilledError) else client.process.read_recorder()
+        lost = self.requests.take_all(replica, dead, computed)
+        restarts = not self._closing and replica.restarts.take()
+        replica.status = "starting" if restarts else "dead"
+        if all(r.status == "dead" for r in self.all):
+            self.run(client.kill())
+            self._end(dead)
+            return
+        logger.error(
+            "replica %d of %d has ended (%s); its %d open requests go on%s",
+            replica.number, len(self.all), dead, len(lost),
+            f", and it is started again, for the {replica.restarts.num_recent}. time in {RESTART_WINDOW / 60:g} minutes"
+            if restarts else "",
+        )  # fmt: skip
+        self.run(self._replace(replica, client) if restarts else client.kill())
+        self.requests.send_on(lost)
+        if not self.is_available:
+            self._available.clear()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a task that only the end of the engine cancels."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _replace(self, replica: Replica, old: CoreClient) -> None:
+        """Puts a core from the reserve, or a new one, in the place of one that has ended."""
+        core = self.starter.take_reserve()
+        while core is None:
+            try:
+                core = await self.starter.start(replica.number, after=old)
+            except OctavoError as e:
+                logger.error("replica %d could not be started again: %s", replica.number, e)
+                if replica.restarts.take():
+                    continue
+                replica.status = "dead"
+                if all(r.status == "dead" for r in self.all):
+                    self._end(e)
+                else:
+                    self.requests.send_waiting()
+                return
+        await self.install(replica, core)
+        await old.kill()
+
+    def _end(self, error: OctavoError) -> None:
+        self._error = error
+        self._available.set()
+        self.on_death(error)
+
+    async def replace(self, replica: Replica) -> None:
+        """Ends the core of a replica and starts another, within the limit of its restarts."""
+        replica.status = "starting"
+        if not self.is_available:
+            self._available.clear()
+        old = replica.client
+        await old.close()
+        self.requests.router.restart(replica.number)
+        await self._replace(replica, old)
+
+    async def install(self, replica: Replica, core: StartedCore) -> None:
+        """Gives a replica a ready core, which then takes requests."""
+        self._connect(replica, core)
+        with contextlib.suppress(EngineDeadError):  # then ``_lose`` was called
+            try:
+                await self.on_start(replica.number)
+            except EngineDeadError:
+                raise
+            except OctavoError as e:
+                logger.error("replica %d lacks a part of the engine's state: %s", replica.number, e)
+        if core.client.error is not None:
+            return
+        self.open_replica(replica)
+        self.starter.fill_reserve(REFILL_DELAY)
+
+    def open_replica(self, replica: Replica) -> None:
+        replica.status = "drained" if replica.drained else "ready"
+        self._available.set()
+        logger.info("replica %d of %d takes requests", replica.number, len(self.all))
+        self.requests.send_waiting()
+
+    def watch(self, step_timeout: float) -> None:
+        """Starts the watchdog (``core_client.watch``) and fills the reserve."""
+        self._watchdog = asyncio.create_task(watch(self.all, step_timeout, lambda: self.paused))
+        self.starter.fill_reserve()
+
+    async def close(self) -> None:
+        await self._end_tasks()
+        await asyncio.gather(self.starter.close(), *(replica.client.close() for replica in self.all))
+
+    async def kill(self) -> None:
+        await self._end_tasks()
+        await asyncio.gather(self.starter.close(), *(replica.client.kill() for replica in self.all))
+
+    async def _end_tasks(self) -> None:
+        self._closing = True
+        tasks = [*self._tasks] + ([] if self._watchdog is None else [self._watchdog])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def end(self) -> None:
+        """Kills all cores without waiting, where no event loop runs."""
+        self._closing = True
+        self.starter.end()
+        for replica in self.all:
+            replica.client.end()
+
+
+async def _ignore(_: object) -> None: ...
 
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """What an operator may know of a replica."""
-
     number: int
     status: ReplicaStatus
-    #: The process of its engine core, if it has one.
     pid: int | None
     num_open: int
     num_restarts: int
@@ -62,31 +292,26 @@ class ReplicaState:
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request that has not ended."""
-
     request: RequestState
-    #: Tokens that it counts for in the router.
+    #: Its tokens in the router.
     work: int
     #: None: it waits for a core.
     replica: Replica | None = None
-    #: The digest of the model that has begun it; None: nothing of it was computed.
+    #: The digest of the checkpoint that has begun it; None: it has not begun.
     digest: str | None = None
-    #: Whether a core was ever given it.
     was_sent: bool = False
-    #: Whether it is about this replica, and of no use elsewhere.
     is_fixed: bool = False
 
     @property
     def group_id(self) -> int:
-        """As the engine cores know it; later requests have higher ones."""
         return self.request.group_id
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """A place, and the core that has it now.
+    """One replica: a number, and the core that now serves it.
 
-    Its requests are those in ``open``; a core that is lost loses none of them.
+    ``open`` has its requests, which survive the loss of its core.
     """
 
     number: int
@@ -94,38 +319,33 @@ class Replica:
     restarts: RestartLimit
     status: ReplicaStatus = "starting"
     open: dict[int, OpenRequest] = field(default_factory=dict)
-    #: Of all of its cores: the first step of a later one is as fast as any, as what was compiled for it is kept.
+    #: Steps of all of its cores: only the first core compiles kernels in its first step.
     num_steps: int = 0
-    #: Of the model that its core has loaded.
+    #: Of the checkpoint that its core has loaded.
     digest: str = ""
-    #: Whether an operator wants it to take no requests.
     drained: bool = False
-    #: Whether its core is being started again on purpose.
+    #: Whether ``Migration`` is restarting its core.
     is_restarting: bool = False
-    #: Steps when the watchdog last looked, and seconds for which there was none since although it could have run.
+    #: ``num_steps`` at the watchdog's last check, and seconds without a step since, though it could have run.
     seen_steps: int = -1
     quiet: float = 0.0
-    #: Of its core and the core's workers.
     waits: ProcessorWaits = field(default_factory=ProcessorWaits)
 
     @property
     def lives(self) -> bool:
-        """Whether a core can answer."""
         return self.status in ("ready", "drained")
 
     def state(self) -> ReplicaState:
-        """As it is now."""
-        pid = self.client.pid if self.lives else None
+        pid = self.client.process.pid if self.lives else None
         return ReplicaState(self.number, self.status, pid, len(self.open), self.restarts.count)
 
     def is_hung(self, elapsed: float, patience: float) -> bool:
-        """Whether its core has done no step for ``patience`` seconds of its own; to be asked every ``elapsed`` seconds.
+        """Whether its core has done no step for ``patience`` seconds; must be called every ``elapsed`` seconds.
 
-        Seconds in which a thread of the core or of its workers was ready to run while others had the processors do not
-        count: on a busy machine a step takes long, and the core would be ended again and again with the same requests,
-        which would be blamed for it.
+        Time in which a thread of the core or of its workers was runnable but had no processor does not count: on a busy
+        machine steps take long, and killing the core would not help.
         """
-        held_up = self.waits.since_last([self.client.pid]) if self.open else 0.0
+        held_up = self.waits.since_last([self.client.process.pid]) if self.open else 0.0
         if not self.open or self.seen_steps != self.num_steps:
             self.seen_steps, self.quiet = self.num_steps if self.open else -1, 0.0
             return False
@@ -133,144 +353,22 @@ class Replica:
         return self.quiet > patience
 
 
-# Chooses the replica of a data-parallel engine that serves a request.
-
-Routing = Literal["prefix", "least_loaded", "round_robin"]
-
-#: Blocks whose replica is remembered, of each replica: 20 million tokens in blocks of 16.
-MAX_BLOCKS = 1 << 20
-#: A prefix is looked for in this many blocks of a prompt at most, so that long prompts do not hold up the event loop.
-_LONGEST_PREFIX = 2048
-
-
-@dataclass
-class RoutedReplica:
-    """What is known of one replica."""
-
-    #: Tokens of its open requests that are still to be computed, as far as that is known.
-    outstanding: int = 0
-    #: Digests of the blocks of prompts that it was given, least recently used first.
-    blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-
-    def cached(self, digests: Sequence[bytes]) -> int:
-        """How many of a prompt's first blocks it was given before."""
-        return next((i for i, digest in enumerate(digests) if digest not in self.blocks), len(digests))
-
-    def remember(self, digests: Sequence[bytes], most: int) -> None:
-        """It is given these blocks; the ``most`` that it was given last are kept."""
-        # Last block first: when room is short the ends of prompts go before their beginnings.
-        for digest in reversed(digests):
-            self.blocks[digest] = None
-            self.blocks.move_to_end(digest)
-        while len(self.blocks) > most:
-            self.blocks.popitem(last=False)
-
-
-class Router:
-    """Owns what is known of each replica: its outstanding tokens, and the prefixes that its cache probably holds.
-
-    "prefix": the replica with the fewest tokens to compute if it got the request, of which a prefix that it was given
-    before need not be computed again. "least_loaded": that with the fewest outstanding tokens. "round_robin": the next.
-    """
-
-    def __init__(
-        self, replicas: int, block_size: int, routing: Routing = "prefix", max_blocks: int = MAX_BLOCKS
-    ) -> None:
-        """``block_size``: tokens of a block of the replicas' prefix caches; ``max_blocks``: remembered of each."""
-        self._replicas = [RoutedReplica() for _ in range(replicas)]
-        self._block_size = block_size
-        self._routing = routing
-        self._max_blocks = max_blocks
-        self._next = 0
-
-    def choose(
-        self, prompt: list[int], work: int, context: str | bytes = "", among: Sequence[int] | None = None
-    ) -> int:
-        """The replica for a request, which counts as given to it.
-
-        Args:
-            prompt: its token ids.
-            work: tokens that it takes to compute, prompt and expected output.
-            context: what its blocks depend on besides their tokens, such as a salt or an adapter.
-            among: the replicas that can serve it, at least one; None: all.
-        """
-        usable = range(len(self._replicas)) if among is None else among
-        if self._routing == "prefix":
-            chain = PrefixChain(context, self._block_size)
-            chain.extend(prompt, min(len(prompt) // self._block_size, _LONGEST_PREFIX))
-            digests = chain.digests[1:]
-            cost = {
-                i: self._replicas[i].outstanding - self._replicas[i].cached(digests) * self._block_size for i in usable
-            }
-            chosen = min(usable, key=lambda i: (cost[i], (i - self._next) % len(self._replicas)))
-            self._replicas[chosen].remember(digests, self._max_blocks)
-        elif self._routing == "least_loaded":
-            turns = {i: (i - self._next) % len(self._replicas) for i in usable}
-            chosen = min(usable, key=lambda i: (self._replicas[i].outstanding, turns[i]))
-        else:
-            chosen = next((i for i in usable if i >= self._next), usable[0])
-        self._next = (chosen + 1) % len(self._replicas)
-        self._replicas[chosen].outstanding += work
-        return chosen
-
-    def release(self, replica: int, work: int) -> None:
-        """Tokens of a request are computed, or the request has ended."""
-        self._replicas[replica].outstanding -= work
-
-    def forget_prefixes(self) -> None:
-        """The prefix caches were reset."""
-        for replica in self._replicas:
-            replica.blocks.clear()
-
-    def restart(self, replica: int) -> None:
-        """The replica has ended, and with it its cache and all that it was given."""
-        self._replicas[replica] = RoutedReplica()
-
-
-def router_of(config: EngineConfig) -> Router:
-    """The router of an engine's replicas.
-
-    Prompts are remembered only where that can decide something: among several replicas that have prefix caches.
-    """
-    routing, size = config.data_parallel_routing, config.data_parallel_size
-    if routing == "prefix" and (size == 1 or not config.enable_prefix_caching):
-        routing = "least_loaded"
-    return Router(size, config.block_size, routing)
-
-
-# Which engine core has each open request: one that the router chooses, and another when that is lost or drained.
-
-#: Output tokens that a request without a limit is expected to take.
-_EXPECTED_TOKENS = 256
-
-#: Why requests end that cannot go on. The first are those that were for one core only.
-CORE_ENDED = "the engine's process has ended"
-_MODEL_CHANGED = (
-    "the model's files were changed while the answer was being generated, and no engine has those that it began with"
-)
-
-
 class Placement:
-    """Owns the open requests: each is at one replica, or waits until one takes requests. For one event loop."""
+    """Owns the open requests: each is at one replica, or waits for one. For one event loop."""
 
     def __init__(self, replicas: Sequence[Replica], router: Router) -> None:
         self.router = router
         self._replicas = replicas
         self._open: dict[int, OpenRequest] = {}
-        #: Of them, those that wait for a core.
         self._waiting: dict[int, OpenRequest] = {}
         self._blame = Blame()
         #: Called with a request that has failed, and why.
         self.on_failed: Callable[[RequestState, str], None] = lambda request, reason: None
-        #: Requests that went from one core to another, or to the same replica's next one.
+        #: Requests that continued at another core.
         self.num_resumed = 0
 
     def add(self, request: RequestState, number: int | None = None) -> None:
-        """Gives a request to the core of replica ``number``, or to the one that the router chooses.
-
-        Raises:
-            InvalidRequestError: as ``CoreClient.send``.
-        """
+        """Sends a request to replica ``number``, or to the one that the router chooses (``CoreClient.send``)."""
         group = request.group
         limit = group.task.max_tokens
         work = len(group.prompt_token_ids) + (_EXPECTED_TOKENS if limit is None else limit)
@@ -282,7 +380,7 @@ class Placement:
             raise
 
     def _place(self, entry: OpenRequest, number: int | None = None) -> None:
-        """Sends a request to a core, or has it wait for one, or fail if there will be none that can go on with it."""
+        """Sends a request to a core, queues it for one, or fails it if no core will be able to continue it."""
         usable = [replica.number for replica in self._replicas if _may_take(replica, entry)]
         if number is None and not usable:
             later = any(replica.status == "starting" or replica.is_restarting for replica in self._replicas)
@@ -307,13 +405,11 @@ class Placement:
         self.on_failed(entry.request, reason)
 
     def send(self, group_id: int, message: ToCore) -> None:
-        """Sends a message about a request to the core that has it; nothing happens if none has."""
         entry = self._open.get(group_id)
         if entry is not None and entry.replica is not None:
             entry.replica.client.send(message)
 
     def forget(self, group_id: int) -> None:
-        """The request has ended."""
         entry = self._open.pop(group_id, None)
         if entry is not None:
             self._take_back(entry)
@@ -321,25 +417,22 @@ class Placement:
             self._blame.forget(group_id)
 
     def observe_admissions(self, replica: Replica, admissions: Iterable[AdmissionStats]) -> None:
-        """The core of a replica has begun these requests, so that only the same model can go on with them."""
+        """Notes that a replica has begun these requests: only the same model can continue them."""
         for admission in admissions:
             entry = self._open.get(admission.group_id)
             if entry is not None:
                 entry.digest = replica.digest
 
-    # --- from one core to another -----------------------------------------------------------------------------------
-
     def _take_back(self, entry: OpenRequest) -> None:
-        """The core that had a request has it no longer."""
         if entry.replica is not None:
             entry.replica.open.pop(entry.group_id, None)
             self.router.release(entry.replica.number, entry.work)
             entry.replica = None
 
     def take_all(self, replica: Replica, error: EngineDeadError, computed: set[int] | None) -> list[OpenRequest]:
-        """The requests that a core had, which has died of ``error``; that which is to blame for it fails.
+        """Takes the requests of a dead core; fails the culprit, if one is found, and returns the others.
 
-        ``computed``: the groups of its last steps; None: it was killed from outside.
+        ``computed``: the groups of the core's last steps; None: it was killed from outside.
         """
         lost, verdict = list(replica.open.values()), None
         if computed is not None:
@@ -351,18 +444,15 @@ class Placement:
         if verdict is not None:
             lost = [entry for entry in lost if entry.group_id != verdict.group_id]
             self._fail(self._open[verdict.group_id], GUILTY.format(error))
-            for number in verdict.replicas:  # it is not the cores that fail: one request must not end a server
+            for number in verdict.replicas:  # one request must not use up the restarts
                 self._replicas[number].restarts.forgive(1)
         return lost
 
     async def move(self, number: int, next_digest: str | None = None) -> int:
-        """Gives the requests of a replica, which takes no more, to others that can go on with them: how many.
+        """Moves the requests of a replica to others that can continue them; returns their number.
 
-        ``next_digest``: of the model that the next core of this replica will have, for which requests can wait. Those
-        that can go on nowhere else stay.
-
-        Raises:
-            EngineDeadError: its core has died meanwhile; its requests are where they shall be.
+        ``next_digest``: of the checkpoint that the replica's next core will load, for which requests may wait. Requests
+        that no other core can continue stay.
         """
         replica = self._replicas[number]
         others = [r for r in self._replicas if r is not replica]
@@ -383,7 +473,7 @@ class Placement:
         return len(moved)
 
     def send_on(self, entries: list[OpenRequest]) -> None:
-        """Requests that no core has any more go to other cores, in order of their arrival."""
+        """Gives requests without a core to other cores, by arrival."""
         entries.sort(key=lambda entry: entry.group_id)
         for entry in entries:
             self._take_back(entry)
@@ -394,7 +484,7 @@ class Placement:
                 self._place(entry)
 
     def send_waiting(self) -> None:
-        """Places the requests that wait for a core again: a replica has begun to take requests, or one more is lost."""
+        """Places the waiting requests again, after a replica became ready or was lost."""
         self.send_on(list(self._waiting.values()))
 
 
@@ -402,275 +492,8 @@ def _may_take(replica: Replica, entry: OpenRequest) -> bool:
     return replica.status == "ready" and entry.digest in (None, replica.digest)
 
 
-logger = logging.getLogger("octavo")
-T = TypeVar("T")
-
-
-class Replicas:
-    """Owns the cores. For one event loop.
-
-    A core that dies is started again, within limits; meanwhile its requests go on at others, or wait for one. A request
-    ends by a fault only if it is to blame for it, if its model was changed, or if no core is left and none is started
-    again: then ``on_death`` is called, once.
-    """
-
-    def __init__(self, processes: list[CoreProcess], config: EngineConfig) -> None:
-        """Connects to the processes, which have no model yet."""
-        self.starter = CoreStarter(config.standby_engines, RestartLimit(config.engine_restarts))
-        self.all = [
-            Replica(number, CoreClient(process), RestartLimit(config.engine_restarts))
-            for number, process in enumerate(processes)
-        ]
-        self.requests = Placement(self.all, router_of(config))
-        self._watchdog: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        #: Set while a core takes requests, or none ever will.
-        self._available = asyncio.Event()
-        self._closing = False
-        #: Why no core is left, and none will be.
-        self._error: OctavoError | None = None
-        #: No core does a step although it has requests.
-        self.paused = False
-        #: Called with each step of a core, and awaited before its next message is looked at.
-        self.on_step: Callable[[StepDone], Awaitable[None]] = _ignore
-        #: Makes the core of a replica like the others before it takes requests.
-        self.on_start: Callable[[int], Awaitable[None]] = _ignore
-        self.on_death: Callable[[OctavoError], None] = lambda error: None
-
-    async def ready(self) -> Ready:
-        """Waits until all have loaded; the longest sequence is that of the core with the smallest KV cache.
-
-        Raises:
-            OctavoError: one could not load.
-        """
-        ready = await asyncio.gather(*(replica.client.ready for replica in self.all))
-        for replica, its in zip(self.all, ready, strict=True):
-            if replica.client.error is not None:
-                raise replica.client.error
-            self._connect(replica, StartedCore(replica.client, its))
-            replica.status = "ready"
-        self._available.set()
-        self.starter.all_ready()
-        profiles = [profile for r in ready for profile in r.profiles]
-        return msgspec.structs.replace(ready[0], max_model_len=min(r.max_model_len for r in ready), profiles=profiles)
-
-    def begin(self, options: dict[str, Any], log_level: int, folder: Path) -> None:
-        """Tells every core to load its model; ``ready`` waits for them."""
-        self.starter.begin([replica.client for replica in self.all], options, log_level, folder)
-
-    def _connect(self, replica: Replica, core: StartedCore) -> None:
-        replica.client, replica.digest = core.client, core.ready.digest
-        core.client.on_step = partial(self._receive, replica)
-        core.client.on_death = partial(self._lose, replica, core.client)
-
-    # --- messages ---------------------------------------------------------------------------------------------------
-
-    def send_all(self, message: ToCore) -> None:
-        """Sends a message to all cores."""
-        for replica in self.all:
-            replica.client.send(message)
-
-    async def call(self, method: str, kind: type[T], *args: Any) -> list[T]:
-        """The answers of all cores that live to ``CoreClient.call``, by number; if none does, of the next that will.
-
-        Raises:
-            EngineDeadError: none is left.
-            OctavoError: the call has failed on one.
-        """
-        while True:
-            await self._available.wait()
-            clients = [replica.client for replica in self.all if replica.lives]
-            if not clients:
-                raise EngineDeadError(str(self._error))
-            answers = await asyncio.gather(
-                *(client.call(method, kind, *args) for client in clients), return_exceptions=True
-            )
-            # One that dies meanwhile is not asked again: it begins anew.
-            results = [a for a in answers if not isinstance(a, EngineDeadError)]
-            for answer in results:
-                if isinstance(answer, BaseException):
-                    raise answer
-            if results:
-                return results  # type: ignore[return-value]
-            await asyncio.sleep(0)  # their ends are observed
-
-    async def views(self, fresh: bool) -> list[EngineView]:
-        """What each core that lives looks like now (``ViewRecorder.view``); one that dies meanwhile is left out.
-
-        Raises:
-            OctavoError: the call has failed on one.
-        """
-        replicas = [replica for replica in self.all if replica.lives]
-        calls = (replica.client.call("view", EngineView, fresh) for replica in replicas)
-        views = []
-        for replica, answer in zip(replicas, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(answer, EngineView):
-                answer.replica = replica.number
-                views.append(answer)
-            elif not isinstance(answer, EngineDeadError):
-                raise answer
-        return views
-
-    async def call_one(self, number: int, method: str, *args: Any) -> None:
-        """A ``CoreClient.call`` of one core.
-
-        Raises:
-            OctavoError: the call has failed.
-        """
-        await self.all[number].client.call(method, type(None), *args)
-
-    # --- the cores --------------------------------------------------------------------------------------------------
-
-    def states(self) -> list[ReplicaState]:
-        """The replicas as they are now."""
-        return [replica.state() for replica in self.all]
-
-    @property
-    def living(self) -> list[int]:
-        """The numbers of the replicas whose core can answer."""
-        return [replica.number for replica in self.all if replica.lives]
-
-    @property
-    def is_available(self) -> bool:
-        """Whether a core takes requests now."""
-        return any(replica.status == "ready" for replica in self.all)
-
-    async def _receive(self, replica: Replica, step: StepDone) -> None:
-        replica.num_steps += 1
-        self.requests.observe_admissions(replica, step.outputs.admissions)
-        if step.stats.replica != replica.number:  # it was in reserve
-            step.stats = msgspec.structs.replace(step.stats, replica=replica.number)
-        await self.on_step(step)
-
-    def _lose(self, replica: Replica, client: CoreClient, error: OctavoError) -> None:
-        """A core has died: its requests go to others, or wait for the one that is started in its place."""
-        dead = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
-        computed = None if isinstance(error, EngineKilledError) else client.read_recorder()
-        lost = self.requests.take_all(replica, dead, computed)
-        restarts = not self._closing and replica.restarts.take()
-        replica.status = "starting" if restarts else "dead"
-        if all(r.status == "dead" for r in self.all):
-            self.run(client.kill())
-            self._end(dead)
-            return
-        logger.error(
-            "replica %d of %d has ended (%s); its %d open requests go on%s",
-            replica.number, len(self.all), dead, len(lost),
-            f", and it is started again, for the {replica.restarts.num_recent}. time in {RESTART_WINDOW / 60:g} minutes"
-            if restarts else "",
-        )  # fmt: skip
-        self.run(self._replace(replica, client) if restarts else client.kill())
-        self.requests.send_on(lost)
-        if not self.is_available:
-            self._available.clear()
-
-    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that the end of the engine cancels, and nothing else."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _replace(self, replica: Replica, old: CoreClient) -> None:
-        """Starts a core in the place of one that has ended, or takes one in reserve."""
-        core = self.starter.take_reserve()
-        while core is None:
-            try:
-                core = await self.starter.start(replica.number, after=old)
-            except OctavoError as e:
-                logger.error("replica %d could not be started again: %s", replica.number, e)
-                if not replica.restarts.take():
-                    self._give_up(replica, e)
-                    return
-        await self.install(replica, core)
-        await old.kill()
-
-    def _give_up(self, replica: Replica, error: OctavoError) -> None:
-        replica.status = "dead"
-        if all(r.status == "dead" for r in self.all):
-            self._end(error)
-        else:
-            self.requests.send_waiting()
-
-    def _end(self, error: OctavoError) -> None:
-        self._error = error
-        self._available.set()
-        self.on_death(error)
-
-    async def replace(self, replica: Replica) -> None:
-        """Ends the core of a replica and starts another in its place, within the limit of its restarts."""
-        replica.status = "starting"
-        if not self.is_available:
-            self._available.clear()
-        old = replica.client
-        await old.close()
-        self.requests.router.restart(replica.number)
-        await self._replace(replica, old)
-
-    async def install(self, replica: Replica, core: StartedCore) -> None:
-        """Gives a replica a core that is ready: what waits goes on there, and it takes requests."""
-        self._connect(replica, core)
-        with contextlib.suppress(EngineDeadError):  # then ``_lose`` was called
-            try:
-                await self.on_start(replica.number)
-            except EngineDeadError:
-                raise
-            except OctavoError as e:
-                logger.error("replica %d is not quite as it was: %s", replica.number, e)
-        if core.client.error is not None:
-            return
-        self.open_replica(replica)
-        self.starter.fill_reserve(REFILL_DELAY)
-
-    def open_replica(self, replica: Replica) -> None:
-        """From now on a replica takes requests; those that wait are the first."""
-        replica.status = "drained" if replica.drained else "ready"
-        self._available.set()
-        logger.info("replica %d of %d takes requests", replica.number, len(self.all))
-        self.requests.send_waiting()
-
-    def watch(self, step_timeout: float) -> None:
-        """From now on ends a core that does no step for ``step_timeout`` seconds while it has requests."""
-        self._watchdog = asyncio.create_task(watch(self.all, step_timeout, lambda: self.paused))
-        self.starter.fill_reserve()
-
-    async def close(self) -> None:
-        """Ends all cores, if possible after their current steps."""
-        await self._end_tasks()
-        await asyncio.gather(self.starter.close(), *(replica.client.close() for replica in self.all))
-
-    async def kill(self) -> None:
-        """Ends all cores at once."""
-        await self._end_tasks()
-        await asyncio.gather(self.starter.close(), *(replica.client.kill() for replica in self.all))
-
-    async def _end_tasks(self) -> None:
-        self._closing = True
-        tasks = [*self._tasks] + ([] if self._watchdog is None else [self._watchdog])
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def end(self) -> None:
-        """Ends all cores at once, without waiting for their end, where there is no event loop."""
-        self._closing = True
-        self.starter.end()
-        for replica in self.all:
-            replica.client.end()
-
-
-async def _ignore(_: object) -> None:
-    """The default of ``on_step`` and ``on_start``."""
-
-
-# Requests that leave a replica on purpose: it is drained, or its engine core is started again.
-
-#: Seconds between two looks at what is left on a replica.
-_POLL = 0.02
-
-
 class Migration:
-    """Moves the requests of replicas without breaking a stream. For one event loop."""
+    """Drains and restarts replicas without breaking a stream. For one event loop."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -682,13 +505,10 @@ class Migration:
         return self._replicas.all[number]
 
     async def drain(self, number: int) -> int:
-        """Has a replica take no more requests, and others go on with those that it has: how many.
+        """Stops new requests for a replica and moves its open ones; returns their number.
 
-        Those that only its core can go on with end there: the model was changed, and the others have its new files.
-
-        Raises:
-            ConfigError: there is no such replica.
-            EngineStateError: no other one takes requests.
+        Requests that no other core can continue, as the model's files have changed, finish there. ``ConfigError`` if
+        there is no such replica, ``EngineStateError`` if no other one takes requests.
         """
         replica = self._replica(number)
         if not any(other.status == "ready" for other in self._replicas.all if other is not replica):
@@ -699,11 +519,6 @@ class Migration:
         return await self._move(replica)
 
     def undrain(self, number: int) -> None:
-        """Has a replica take requests again; nothing happens if it does.
-
-        Raises:
-            ConfigError: there is no such replica.
-        """
         replica = self._replica(number)
         replica.drained = False
         if replica.status == "drained" and not replica.is_restarting:
@@ -712,35 +527,29 @@ class Migration:
     async def _move(self, replica: Replica, next_digest: str | None = None) -> int:
         try:
             return await self._replicas.requests.move(replica.number, next_digest)
-        except EngineDeadError:  # its requests have gone to others, as whenever a core dies
+        except EngineDeadError:  # ``Replicas._lose`` has moved its requests
             return 0
 
     async def restart(self) -> None:
-        """Starts the core of each replica again, one after the other, with the files that the model has now.
+        """Restarts the cores one after the other, with the model's present files.
 
-        The requests of a replica go on at the others; if there is no other, they and new ones wait for its new core.
-        An answer that was begun ends with the files that it began with: where these were changed, and no other replica
-        has them any more, the old core goes on until it has finished it. Cores in reserve are started again first: they
-        take the place of the old ones at once.
-
-        Raises:
-            EngineStateError: this is being done already.
-            ConfigError: the model's configuration or tokenizer was changed, which this process has read too.
-            EngineDeadError: a core could not be started; those of the replicas after it run on.
-            OctavoError: a core in reserve could not load the model; nothing was changed.
+        The requests of a replica continue at the others, or, if it is alone, wait for its new core. If the files have
+        changed and no other replica has the old ones, the old core first finishes its answers. Reserve cores are
+        restarted first, to take over at once.
         """
         if self._restarting:
             raise EngineStateError("the replicas are being started again already")
         self._restarting = True
-        # A caller that goes away leaves nothing half done.
+        # Goes on if the caller is cancelled.
         await asyncio.shield(self._replicas.run(self._restart_all()))
 
     async def _restart_all(self) -> None:
+        starter = self._replicas.starter
         try:
-            await self._replicas.starter.check_files()
+            await starter.check_files()
             began = time.monotonic()
             for replica in self._replicas.all:
-                await self._replicas.starter.renew_reserve(began)
+                await starter.renew_reserve(began)
                 replica.is_restarting = True
                 try:
                     await self._restart(replica)
@@ -761,7 +570,90 @@ class Migration:
                 await asyncio.sleep(_POLL)
         if replica.client is old and (old.error is None or replica.status == "dead"):
             await self._replicas.replace(replica)
-        while replica.status == "starting":  # it was lost meanwhile, and is started again for that
+        while replica.status == "starting":  # the new core died and is being replaced
             await asyncio.sleep(_POLL)
         if not replica.lives:
             raise EngineDeadError(f"replica {replica.number} could not be started again")
+
+
+class Router:
+    """Chooses the replica for a request, by its outstanding tokens and by the prefixes that it probably has cached.
+
+    "prefix": the replica with the fewest tokens to compute if it got the request, not counting cached prefixes.
+    "least_loaded": the one with the fewest outstanding tokens. "round_robin": the next one.
+    """
+
+    def __init__(
+        self, replicas: int, block_size: int, routing: Routing = "prefix", max_blocks: int = MAX_BLOCKS
+    ) -> None:
+        """``block_size``: of the replicas' prefix caches, in tokens; ``max_blocks``: remembered per replica."""
+        self._replicas = [RoutedReplica() for _ in range(replicas)]
+        self._block_size = block_size
+        self._routing = routing
+        self._max_blocks = max_blocks
+        self._next = 0
+
+    def choose(
+        self, prompt: list[int], work: int, context: str | bytes = "", among: Sequence[int] | None = None
+    ) -> int:
+        """Chooses a replica and counts the request as given to it.
+
+        Args:
+            work: tokens to compute, prompt and expected output.
+            context: what its blocks depend on besides their tokens, such as a salt or an adapter.
+            among: the replicas that can serve it, at least one; None: all.
+        """
+        usable = range(len(self._replicas)) if among is None else among
+        if self._routing == "prefix":
+            chain = PrefixChain(context, self._block_size)
+            chain.extend(prompt, min(len(prompt) // self._block_size, _LONGEST_PREFIX))
+            digests = chain.digests[1:]
+            cost = {
+                i: self._replicas[i].outstanding - self._replicas[i].cached(digests) * self._block_size for i in usable
+            }
+            chosen = min(usable, key=lambda i: (cost[i], (i - self._next) % len(self._replicas)))
+            self._replicas[chosen].remember(digests, self._max_blocks)
+        elif self._routing == "least_loaded":
+            turns = {i: (i - self._next) % len(self._replicas) for i in usable}
+            chosen = min(usable, key=lambda i: (self._replicas[i].outstanding, turns[i]))
+        else:
+            chosen = next((i for i in usable if i >= self._next), usable[0])
+        self._next = (chosen + 1) % len(self._replicas)
+        self._replicas[chosen].outstanding += work
+        return chosen
+
+    def release(self, replica: int, work: int) -> None:
+        self._replicas[replica].outstanding -= work
+
+    def forget_prefixes(self) -> None:
+        for replica in self._replicas:
+            replica.blocks.clear()
+
+    def restart(self, replica: int) -> None:
+        self._replicas[replica] = RoutedReplica()
+
+
+def router_of(config: EngineConfig) -> Router:
+    """Makes the router of an engine. Prefixes matter only with several replicas that have prefix caches."""
+    routing, size = config.data_parallel_routing, config.data_parallel_size
+    if routing == "prefix" and (size == 1 or not config.enable_prefix_caching):
+        routing = "least_loaded"
+    return Router(size, config.block_size, routing)
+
+
+@dataclass
+class RoutedReplica:
+    outstanding: int = 0
+    #: Digests of prompt blocks that it was given, least recently used first.
+    blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+    def cached(self, digests: Sequence[bytes]) -> int:
+        return next((i for i, digest in enumerate(digests) if digest not in self.blocks), len(digests))
+
+    def remember(self, digests: Sequence[bytes], most: int) -> None:
+        # Last block first, so that the ends of prompts are evicted before their beginnings.
+        for digest in reversed(digests):
+            self.blocks[digest] = None
+            self.blocks.move_to_end(digest)
+        while len(self.blocks) > most:
+            self.blocks.popitem(last=False)

@@ -1,1 +1,1 @@
-"""Where the work runs: here, one worker in this process."""
+"""Runs steps on workers: in this process, in others, or on other machines. Read ``executor.py`` first."""

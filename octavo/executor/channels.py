@@ -1,8 +1,8 @@
-"""Messages between an executor and worker processes of one machine: one writer and many readers, and their answers.
+"""Channels between processes: messages of an executor to its workers (``Broadcast``), links between workers.
 
-A message is written once, to shared memory that all workers map, and a few bytes on each worker's socket say where it
-lies. Answers come back on the same socket, in the order of the messages. The socket also tells each side that the other
-has ended. The memory has no name in the file system, so that nothing of it is left behind, however a process ends.
+A message is written once, to shared memory that all workers map (vLLM's ``MessageQueue``); a few bytes on each worker's
+socket give its place. Answers come back on the same socket, in order. The socket also tells each side that the other
+has ended. The memory has no name in the file system, so it never outlives the processes.
 """
 
 from __future__ import annotations
@@ -24,39 +24,31 @@ from octavo.core.errors import EngineDeadError
 from octavo.process.children import LocalConnections
 from octavo.runner.loaded_model import Ranks, SharedMemoryLink
 
-#: Messages that may be unanswered, and the bytes of each that are sent through shared memory.
+#: Maximum number of unanswered messages, and bytes of the largest message that goes through shared memory.
 SLOTS, SLOT_BYTES = 16, 1 << 20
-#: Of a message: its slot, or ``_INLINE`` if it is longer than one and follows on the socket; its length.
+#: Before a message: its slot, or ``_INLINE`` if it does not fit and follows on the socket; its length.
 _HEADER = struct.Struct("<IQ")
 _INLINE = 0xFFFFFFFF
-#: Of an answer: its kind, and its length.
 _ANSWER = struct.Struct("<BQ")
-#: A longer answer is refused; the logprobs of a long prompt are the longest.
+#: Maximum length of an answer; the longest are logprobs of long prompts.
 MAX_ANSWER = 1 << 30
 
 
 class Broadcast:
     """The executor's side.
 
-    An exception within ``send`` or ``receive`` that is none of theirs, such as KeyboardInterrupt, loses the place in
-    the stream of bytes: it must be held back, or be the end of the workers.
+    After a foreign exception within ``send`` or ``receive``, such as KeyboardInterrupt, the place in the stream is
+    lost: hold such exceptions back, or end the workers.
     """
 
     def __init__(self, sockets: Sequence[socket.socket], memory: int | None) -> None:
-        """``sockets`` lead to the workers, by rank; ``memory`` is a ``shared_memory`` of ``SLOTS * SLOT_BYTES``.
-
-        Without memory, with workers on other machines, messages follow on the sockets.
-        """
+        """``sockets``: by rank; ``memory``: ``shared_memory`` of ``SLOTS * SLOT_BYTES``, None for other machines."""
         self._sockets = list(sockets)
         self._memory = None if memory is None else mmap.mmap(memory, SLOTS * SLOT_BYTES)
         self._sent = 0
 
     def send(self, message: bytes) -> None:
-        """Sends a message to all workers; fewer than ``SLOTS`` may be unanswered.
-
-        Raises:
-            ConnectionError: a worker has ended.
-        """
+        """Sends a message to all workers; fewer than ``SLOTS`` may be unanswered. ConnectionError: one has ended."""
         slot = self._sent % SLOTS
         self._sent += 1
         if self._memory is not None and len(message) <= SLOT_BYTES:
@@ -72,11 +64,7 @@ class Broadcast:
             raise ConnectionError(str(e)) from None
 
     def receive(self, rank: int) -> tuple[int, bytes]:
-        """The next answer of a worker, of which some bytes have arrived: its kind and content.
-
-        Raises:
-            ConnectionError: the worker has ended.
-        """
+        """The kind and content of a worker's next answer, which has begun to arrive. ConnectionError: it has ended."""
         connection = self._sockets[rank]
         kind, length = _ANSWER.unpack(_receive_exactly(connection, _ANSWER.size))
         if length > MAX_ANSWER:
@@ -84,10 +72,10 @@ class Broadcast:
         return kind, _receive_exactly(connection, length)
 
     def wait(self, ranks: Sequence[int], timeout: float | None = None) -> list[int]:
-        """Waits until at least one of these workers has answered or ended: which.
+        """Waits until at least one of these workers has answered or ended: their ranks.
 
         Raises:
-            TimeoutError: none has within ``timeout`` seconds.
+            TimeoutError: no worker has within ``timeout`` seconds.
         """
         poll = select.poll()
         by_descriptor = {self._sockets[rank].fileno(): rank for rank in ranks}
@@ -99,7 +87,6 @@ class Broadcast:
         return [by_descriptor[descriptor] for descriptor, _ in ready]
 
     def close(self) -> None:
-        """Closes the sockets, which ends the workers that still run, and the memory."""
         for connection in self._sockets:
             connection.close()
         if self._memory is not None:
@@ -110,37 +97,25 @@ class Receiver:
     """A worker's side."""
 
     def __init__(self, connection: socket.socket, memory: int | None) -> None:
-        """``memory`` is the descriptor of the memory that ``Broadcast`` writes to, if it does."""
         self._socket = connection
         if memory is not None:
             self._memory = memoryview(mmap.mmap(memory, SLOTS * SLOT_BYTES, prot=mmap.PROT_READ))
 
     def next(self) -> memoryview | bytes:
-        """The next message, valid until it is answered.
-
-        Raises:
-            ConnectionError: the executor has ended.
-        """
+        """The next message, valid until it is answered. ConnectionError: the executor has ended."""
         slot, length = _HEADER.unpack(_receive_exactly(self._socket, _HEADER.size))
         if slot == _INLINE:
             return _receive_exactly(self._socket, length)
         return self._memory[slot * SLOT_BYTES : slot * SLOT_BYTES + length]
 
     def has_next(self) -> bool:
-        """Whether a message has arrived."""
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def answer(self, kind: int, content: bytes = b"") -> None:
-        """Sends an answer."""
         self._socket.sendall(_ANSWER.pack(kind, len(content)) + content)
 
 
 def _receive_exactly(connection: socket.socket, length: int) -> bytes:
-    """The next ``length`` bytes.
-
-    Raises:
-        ConnectionError: the other side has ended, or does not answer any more.
-    """
     data = bytearray()
     try:
         while len(data) < length:
@@ -155,14 +130,20 @@ def _receive_exactly(connection: socket.socket, length: int) -> bytes:
     return bytes(data)
 
 
-# Connects a worker with the others of its network through the memory of one machine.
+# --- links between the workers of one machine -------------------------------------------------------------------------
 
-#: Seconds that a rank waits for the others to connect, and in a collective: long enough for one that loads weights.
+#: Seconds that a rank waits for others to connect, and in a collective: long enough to load weights.
 TIMEOUT = 600.0
 
 
 def connect_local(layout: ParallelLayout, connections: LocalConnections) -> Ranks:
-    """Connections within one machine."""
+
+    def link(ends: tuple[int, int] | None) -> SharedMemoryLink | None:
+        if ends is None:
+            return None
+        memory, pipe = ends
+        return SharedMemoryLink(mmap.mmap(memory, os.fstat(memory).st_size), link_slots(layout), pipe)
+
     group = None
     if connections.group is not None:
         from octavo.kernels.cpu.backend import SharedMemoryCommunicator
@@ -170,35 +151,26 @@ def connect_local(layout: ParallelLayout, connections: LocalConnections) -> Rank
         memory = mmap.mmap(connections.group, os.fstat(connections.group).st_size)
         size = layout.tensor_parallel_size
         group = SharedMemoryCommunicator(memory, layout.tp_rank, size, timeout=TIMEOUT)
-    links = (_link(layout, ends) for ends in (connections.incoming, connections.outgoing))
-    return Ranks(layout, group, *links)
+    return Ranks(layout, group, link(connections.incoming), link(connections.outgoing))
 
 
 def link_slots(layout: ParallelLayout) -> int:
-    """Slots of a ``SharedMemoryLink``: a step for each stage may be in flight."""
+    """Slots of a ``SharedMemoryLink``: one step per stage may be in flight."""
     return layout.pipeline_parallel_size + 1
 
 
-def _link(layout: ParallelLayout, ends: tuple[int, int] | None) -> SharedMemoryLink | None:
-    if ends is None:
-        return None
-    memory, pipe = ends
-    return SharedMemoryLink(mmap.mmap(memory, os.fstat(memory).st_size), link_slots(layout), pipe)
+# --- connections of workers on other machines to their executor -------------------------------------------------------
 
-
-# How workers of other machines connect to their executor: both sides.
-
-#: Bytes of the secret that a worker shows when it connects; its rank follows.
+#: Bytes of the secret that a worker sends when it connects, followed by its rank.
 SECRET_BYTES = 32
 _RANK_BYTES = 4
-#: Seconds that all workers together have to connect, and that each has to show the secret, which it sends at once.
+#: Seconds for all workers to connect, and for a connection to send the secret.
 CONNECT_TIMEOUT, GREETING_TIMEOUT = 120.0, 5.0
-#: Connections that may be silent at once, beyond which the first of them goes.
+#: Maximum number of connections without a secret; the oldest one is closed.
 _MAX_SILENT = 64
 
 
 def connect(address: tuple[str, int], secret: bytes, rank: int) -> socket.socket:
-    """The worker's side: its connection to the executor."""
     connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT)
     connection.settimeout(None)
     _configure(connection)
@@ -213,7 +185,7 @@ def accept(
     timeout: float = CONNECT_TIMEOUT,
     greeting_timeout: float = GREETING_TIMEOUT,
 ) -> list[socket.socket]:
-    """The executor's side: the connections of workers 0 to ``count`` - 1, which ``server`` listens for.
+    """The executor's side: accepts connections of workers 0 to ``count`` - 1, with the right secret.
 
     Raises:
         EngineDeadError: not all have connected within ``timeout`` seconds.
@@ -230,9 +202,9 @@ def accept(
                     f"workers {missing} have not connected to {host} port {port} within {timeout:g} s: the machines "
                     "must reach each other"
                 )
-            for connection, said in greetings.wait(end):
-                rank = int.from_bytes(said[SECRET_BYTES:], "little")
-                if hmac.compare_digest(said[:SECRET_BYTES], secret) and rank in missing:
+            for connection, sent in greetings.wait(end):
+                rank = int.from_bytes(sent[SECRET_BYTES:], "little")
+                if hmac.compare_digest(sent[:SECRET_BYTES], secret) and rank in missing:
                     connection.setblocking(True)
                     _configure(connection)
                     workers[rank] = connection
@@ -243,19 +215,18 @@ def accept(
 
 @dataclass(eq=False)
 class _Greeting:
-    """What a connection has said so far, and until when it must have said it all."""
+    """The bytes that a connection has sent, and its deadline for all of them."""
 
     connection: socket.socket
     end: float
-    said: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
 
 
 class _Greetings:
-    """Owns the connections that have not shown who they are; closes those that take too long, and all at its end."""
+    """Owns the connections without a secret so far; closes those that take too long, and all at its end."""
 
     def __init__(self, server: socket.socket, timeout: float) -> None:
         self._server, self._timeout = server, timeout
-        #: In the order in which they came.
         self._silent: list[_Greeting] = []
         self._selector = selectors.DefaultSelector()
         server.setblocking(False)
@@ -270,7 +241,7 @@ class _Greetings:
         self._selector.close()
 
     def wait(self, end: float) -> list[tuple[socket.socket, bytes]]:
-        """Waits until something happens, or ``end``: connections that have shown who they are, and what they said."""
+        """Waits for an event, or until ``end``: the connections that have sent secret and rank, and these bytes."""
         now = time.monotonic()
         for greeting in [each for each in self._silent if each.end <= now]:
             self._forget(greeting).close()
@@ -278,32 +249,28 @@ class _Greetings:
         shown = []
         for key, _ in self._selector.select(max(0.0, first - now)):
             if key.data is None:
-                self._accept()
+                with contextlib.suppress(OSError):  # it has left already
+                    connection, _ = self._server.accept()
+                    connection.setblocking(False)
+                    greeting = _Greeting(connection, time.monotonic() + self._timeout)
+                    self._silent.append(greeting)
+                    self._selector.register(connection, selectors.EVENT_READ, greeting)
+                    if len(self._silent) > _MAX_SILENT:
+                        self._forget(self._silent[0]).close()
             elif key.data in self._silent and self._read(key.data):
-                shown.append((self._forget(key.data), bytes(key.data.said)))
+                shown.append((self._forget(key.data), bytes(key.data.received)))
         return shown
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has left already
-            connection, _ = self._server.accept()
-            connection.setblocking(False)
-            greeting = _Greeting(connection, time.monotonic() + self._timeout)
-            self._silent.append(greeting)
-            self._selector.register(connection, selectors.EVENT_READ, greeting)
-            if len(self._silent) > _MAX_SILENT:
-                self._forget(self._silent[0]).close()
-
     def _read(self, greeting: _Greeting) -> bool:
-        """Takes what has come: whether that is all. A connection that has ended is closed."""
         try:
-            data = greeting.connection.recv(SECRET_BYTES + _RANK_BYTES - len(greeting.said))
+            data = greeting.connection.recv(SECRET_BYTES + _RANK_BYTES - len(greeting.received))
         except OSError:
             data = b""
         if not data:
             self._forget(greeting).close()
             return False
-        greeting.said += data
-        return len(greeting.said) == SECRET_BYTES + _RANK_BYTES
+        greeting.received += data
+        return len(greeting.received) == SECRET_BYTES + _RANK_BYTES
 
     def _forget(self, greeting: _Greeting) -> socket.socket:
         self._silent.remove(greeting)
@@ -312,7 +279,7 @@ class _Greetings:
 
 
 def _configure(connection: socket.socket) -> None:
-    """Small messages leave at once, and the loss of the machine at the other end is noticed within seconds."""
+    """Sends small messages at once, and detects the loss of the other machine within seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, seconds in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):

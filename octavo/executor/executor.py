@@ -1,4 +1,4 @@
-"""The interface of executors."""
+"""``Executor``: the interface to an engine's workers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,12 @@ class PendingStep(Protocol):
     """A step submitted to the workers."""
 
     def wait(self) -> StepResult:
-        """The result, once it is done. Steps are waited for in the order in which they were submitted.
-
-        Raises:
-            Exception: the step failed.
-        """
+        """Waits for the step, in the order of submission: its result, or the exception with which it failed."""
 
 
 @dataclass(frozen=True)
 class SubmittedStep:
-    """A ``PendingStep`` whose result a function gives."""
+    """A ``PendingStep`` that calls a function."""
 
     wait: Callable[[], StepResult]
 
@@ -34,21 +30,21 @@ class SubmittedStep:
 class Executor(ABC):
     """Owns the workers, sends plans to them, and combines their results.
 
-    All workers get the same plans in the same order and have the same number of blocks.
+    All workers get the same plans in the same order (SPMD) and have the same number of blocks. Pipeline stages get them
+    one step apart, and ``num_stages`` steps are in flight (vLLM's virtual engines).
 
-    A step has failed if it failed on any worker. ``wait`` then raises: how far each came is unknown and may differ, so
+    A step has failed if it failed on any worker. ``wait`` then raises: workers may have stopped at different points, so
     nothing of the step counts, and the scheduler ends its requests with an error and forgets the contents of the blocks
-    that it moved. A single worker has applied the plan's changes to its rows as far as it could, and takes further
-    plans, which name the step's sequences only to forget them. Of several, the others may wait for the one that failed
-    in the middle of a collective: all are ended then, ``check_health`` raises from then on, and the engine ends.
+    that it moved. A single worker has applied some of the plan's changes to its rows, and takes further plans, which
+    name the step's sequences only to forget them. With several workers, the others may wait for the failed one in the
+    middle of a collective: all are ended, ``check_health`` raises from then on, and the engine ends.
     """
 
     #: Whether workers run in this process, so that requests may hold code (logits processors).
     in_process: bool = False
     #: Pipeline stages: steps that must be in flight to keep all workers busy.
     num_stages: int = 1
-
-    #: Whether the workers are connected by torch.distributed, through a store that the first of them opens.
+    #: Whether torch.distributed connects the workers, through a store that rank 0 opens.
     needs_store: bool = False
 
     def start(self) -> None:
@@ -67,7 +63,7 @@ class Executor(ABC):
         """Creates the workers: they answer calls, and have no device and no model yet.
 
         Raises:
-            OctavoError: there are too few devices, or what runs the workers does not start.
+            OctavoError: there are too few devices, or a process or cluster does not start.
         """
 
     @abstractmethod
@@ -78,41 +74,36 @@ class Executor(ABC):
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Calls a method of every worker, or a function with each worker as first argument: the answers, by rank.
+        """Calls a method of every worker, or a function with each worker as first argument: the results, by rank.
 
-        Arguments and answers are plain data where workers run in other processes, and functions must be importable
-        there. ``timeout`` in seconds.
+        For workers in other processes, arguments and results are plain data, and functions must be importable there.
+        ``timeout`` in seconds; a worker in this process ignores it.
 
         Raises:
             EngineDeadError: a worker is lost, or ``shutdown`` was called.
             InsufficientMemoryError: memory ran out on a worker.
-            TimeoutError: not all have answered in time; the workers are ended.
+            TimeoutError: not all workers answered in time; they are ended.
             Exception: the method failed on a worker.
         """
 
     @abstractmethod
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Starts one step on all workers; while one is in flight others may follow, which run after it.
+        """Starts one step on all workers (vLLM's ``execute_model``), after the steps that are in flight.
 
-        They may schedule sequences that sample in it, unless their sampling needs tokens by their id or there are
-        several stages.
+        With one stage, it may schedule sequences that sample in these, unless sampling needs their tokens by id.
 
         Raises:
-            EngineDeadError: as ``collective_rpc``.
+            EngineDeadError: a worker is lost.
             Exception: the step failed.
         """
 
     @abstractmethod
     def check_health(self) -> None:
-        """Returns if every worker can take further steps.
-
-        Raises:
-            EngineDeadError: as ``collective_rpc``.
-        """
+        """Returns if every worker can take further steps; raises EngineDeadError if not."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the workers and frees their memory; nothing happens if it was called before."""
+        """Ends the workers and frees their memory; may be called again."""
 
     def cache_size(self, max_model_len: int, max_num_batched_tokens: int) -> tuple[int, list[int]]:
         """Tokens of the longest sequence, and blocks of each KV group, that every worker has memory for."""
@@ -125,12 +116,12 @@ class Executor(ABC):
         return [*map(min, zip(*counts, strict=True))]
 
     def kv_groups(self) -> list[tuple[int, int | None]]:
-        """The groups of KV layers: bytes of a block in all layers of each, on the worker with most; and its window."""
+        """For each KV group: bytes of a block in all its layers, the maximum over workers; and its window."""
         workers = self.collective_rpc("kv_groups")
         return [(max(size for size, _ in group), group[0][1]) for group in zip(*workers, strict=True)]
 
     def startup_facts(self) -> list[WorkerFacts]:
-        """What each worker got at its start, by rank; to be asked once there is a KV cache."""
+        """Kernels, memory and times of each worker's start, by rank; after the KV cache is made."""
         return msgspec.convert(self.collective_rpc("startup_facts"), list[WorkerFacts])
 
     def measure_swap(self) -> float:
@@ -138,26 +129,23 @@ class Executor(ABC):
         return max(self.collective_rpc("measure_swap"))
 
     def sleep(self, level: int) -> int:
-        """Frees memory until ``wake_up``, see ``ModelRunner.sleep``: bytes, of all workers together."""
+        """Frees memory until ``wake_up``: bytes of all workers together. ``ModelRunner.sleep`` explains the levels."""
         return sum(self.collective_rpc("sleep", [level]))
 
 
-# What several workers report of what they prepare, as one report.
-
-
 class WorkerReports:
-    """Something is prepared when every worker has it, and has failed if it failed on any of them.
+    """Combines the workers' reports: a resource is prepared when every worker has it, and fails if any worker fails.
 
-    So no plan places what a slower worker still prepares, or what a worker could not prepare.
+    So no plan places a resource that a slower worker still prepares, or that a worker could not prepare.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        #: By key: of each worker that has reported, its error, or None.
+        #: By key of the resource and rank: an error, or None.
         self._reports: dict[str, dict[int, str | None]] = {}
 
     def combine(self, result: StepResult, others: Iterable[tuple[int, StepResult]], rank: int) -> None:
-        """Leaves in the result of worker ``rank`` what is known of all workers, with the reports of ``others``."""
+        """Adds the reports of ``others`` to those of worker ``rank``; ``result`` keeps resources that all report."""
         for reporter, report in [(rank, result), *others]:
             for key in report.prepared:
                 self._reports.setdefault(key, {})[reporter] = None
@@ -174,7 +162,7 @@ class WorkerReports:
 
 
 def reports_of(result: StepResult) -> StepResult | None:
-    """The part of a result that every worker reports; None if there is nothing."""
+    """The fields of a result that every worker reports; None if all are empty."""
     names = ("prepared", "prepare_errors", "sampled_digest")
     fields = {name: value for name in names if (value := getattr(result, name))}
     return StepResult(result.step, **fields) if fields else None

@@ -1,9 +1,10 @@
-"""The executor of processes that a launcher such as torchrun has started, each with an engine of its own."""
+"""Executors of a worker in this process: ``UniprocExecutor``, and ``ExternalLauncherExecutor`` for torchrun."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,54 +12,64 @@ import msgspec
 
 from octavo.config.engine_config import EngineConfig
 from octavo.config.options import SpeculativeConfig
-from octavo.core.errors import ConfigError, EngineDeadError
+from octavo.core.errors import ConfigError, EngineDeadError, memory_errors
 from octavo.core.plan import StepPlan, StepResult
-from octavo.executor.executor import PendingStep, SubmittedStep, WorkerReports, reports_of
-from octavo.executor.worker import DIGEST_BYTES, RankCheck, UniprocExecutor, WorkerSpec, digest, find_difference
+from octavo.executor.executor import Executor, PendingStep, SubmittedStep, WorkerReports, reports_of
+from octavo.executor.worker import DIGEST_BYTES, RankCheck, Worker, WorkerSpec, digest, find_difference
 from octavo.kernels import resolve_device
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def without_clock(options: EngineConfig, *, policy_uses_clock: bool) -> EngineConfig:
-    """Options with which equal requests lead to equal plans in every process: nothing is decided by measured time.
+class UniprocExecutor(Executor):
+    """A worker in this process, which is called directly."""
 
-    Rank 0's clock for all would take a message for every arrival and before every plan, and who has deadlines to keep
-    serves requests, which is done with one scheduler.
+    in_process = True
 
-    Raises:
-        ConfigError: an option needs the time.
-    """
-    if policy_uses_clock:
-        raise ConfigError(
-            f"scheduling_policy {options.scheduling_policy!r} depends on time, which differs between processes: with "
-            "external_launcher take a policy that does not (fcfs, static, sjf, ldf, lcfs, srpt, fair, mlfq), or let mp "
-            "or ray run the workers, for which one process plans"
-        )
-    if options.scheduler_delay_factor:
-        raise ConfigError("scheduler_delay_factor depends on time, which differs between processes: external_launcher "
-                          "needs it to be 0")  # fmt: skip
-    mode = "by_sequences" if options.preemption_mode == "auto" else options.preemption_mode
-    drafts = (options.speculative_config or SpeculativeConfig(method="prediction")).model_copy(
-        update={"adaptive": False}
-    )
-    changes = {"aging_limit": None, "preemption_mode": mode, "speculative_config": drafts}
-    return options.model_copy(update=changes)
+    def __init__(self, options: EngineConfig, spec: WorkerSpec, replica: int) -> None:
+        self._worker: Worker | None = Worker(spec)
+        self._lost = EngineDeadError("the executor was shut down; a new engine must be made")
+
+    def start_workers(self) -> None:
+        pass
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        worker = self._alive()
+        with memory_errors():
+            return self._of_all_workers(worker.call(method, args, kwargs or {}))
+
+    def _of_all_workers(self, answer: Any) -> list[Any]:
+        return [answer]
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        return self._alive().runner.submit(plan)
+
+    def check_health(self) -> None:
+        self._alive()
+
+    def shutdown(self) -> None:
+        self._worker = None
+
+    def _alive(self) -> Worker:
+        if self._worker is None:
+            raise self._lost
+        return self._worker
 
 
 class ExternalLauncherExecutor(UniprocExecutor):
-    """This process's worker. Every process gets the same requests in the same order and makes the same plans.
+    """A worker of a launcher: every process gets the same requests in the same order and makes the same plans (SPMD).
 
-    So no plan is sent: the workers meet in the network's collectives only. With ``check_plans`` the processes compare
-    digests of every plan before it is computed, and in the same message of what was sampled before.
+    So no plan is sent: the workers meet in the network's collectives only. With ``check_plans`` the processes compare a
+    digest of every plan, and of the tokens sampled before, ahead of the step.
     """
 
     def __init__(self, options: EngineConfig, spec: WorkerSpec, replica: int) -> None:
-        """Reads the process's place from the launcher's variables.
-
-        Raises:
-            ConfigError: they are missing, or contradict the options.
-        """
         missing = [name for name in _NAMES if name not in os.environ]
         if missing:
             raise ConfigError(
@@ -79,16 +90,12 @@ class ExternalLauncherExecutor(UniprocExecutor):
         super().__init__(options, place, replica)
         self._checks_plans = options.check_plans and world > 1
         self._check = RankCheck(options.rank_check_interval)
-        #: What not all processes have prepared yet. Each plans for itself, on what all have reported.
+        #: Resources that not all processes have reported as prepared.
         self._preparing: set[str] = set()
         self._reports = WorkerReports(world)
 
     def start(self) -> None:
-        """Takes this process's GPU if there is one, connects it with the others, and loads its share of the model.
-
-        Not by ``collective_rpc``: the processes are not connected yet.
-        """
-        worker = self._alive()
+        worker = self._alive()  # not collective_rpc: the processes are not connected yet
         if resolve_device(worker.options.device) == "cuda":
             import torch
 
@@ -102,17 +109,11 @@ class ExternalLauncherExecutor(UniprocExecutor):
         worker.load_model()
 
     def _of_all_workers(self, answer: Any) -> list[Any]:
-        """Every process must have made the same call."""
         if self._alive().layout.world_size == 1:
             return [answer]
         return [msgspec.msgpack.decode(data) for data in _gather(msgspec.msgpack.encode(answer))]
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Starts the step on this process's worker.
-
-        Raises:
-            EngineDeadError: the processes have different plans.
-        """
         worker = self._alive()
         self._compare(plan)
         if worker.layout.world_size > 1:
@@ -122,35 +123,27 @@ class ExternalLauncherExecutor(UniprocExecutor):
         except Exception as e:
             if worker.layout.world_size == 1:
                 raise
-            # The other processes may wait for this one in a collective, which fails when it has left the group.
+            # Other processes may wait for this one in a collective, which fails when it leaves the group.
             raise self._lose(f"a step failed in process {worker.rank}: {type(e).__name__}: {e}") from e
 
     def _receive(self, step: PendingStep) -> StepResult:
-        """Waits for a step of this process; what it reports of preparations becomes that of all processes.
-
-        Measured times are dropped: the scheduler learns costs from them, which would differ between ranks.
-        """
         result = step.wait()
+        # The scheduler learns costs from measured times, which differ between ranks.
         result.seconds = result.swap_seconds = 0.0
         result.swaps = []
         self._check.add(result)
-        self._combine_reports(result)
+        if self._preparing:
+            data = _gather(msgspec.msgpack.encode(reports_of(result) or StepResult(result.step)))
+            rank = self._alive().rank
+            reports = [(i, msgspec.msgpack.decode(part, type=StepResult)) for i, part in enumerate(data) if i != rank]
+            self._reports.combine(result, reports, rank)
+            self._preparing.difference_update(result.prepared, result.prepare_errors)
         return result
 
-    def _combine_reports(self, result: StepResult) -> None:
-        """Exchanges what the processes have prepared, while there is anything that one may report."""
-        if not self._preparing:
-            return
-        data = _gather(msgspec.msgpack.encode(reports_of(result) or StepResult(result.step)))
-        rank = self._alive().rank
-        reports = [(i, msgspec.msgpack.decode(part, type=StepResult)) for i, part in enumerate(data) if i != rank]
-        self._reports.combine(result, reports, rank)
-        self._preparing.difference_update(result.prepared, result.prepare_errors)
-
     def _compare(self, plan: StepPlan) -> None:
-        """Compares with the other processes what was sampled, and the plan: before it leads them to other collectives.
+        """Compares the plan, and the tokens sampled before it, with the other processes', in one message.
 
-        Both in one message. What the last step of all has sampled is compared when another one follows.
+        Different plans would lead them to different collectives. The tokens of the very last step are not compared.
         """
         first, last, sampled = self._check.take()
         planned = digest(plan) if self._checks_plans else b""
@@ -167,30 +160,51 @@ class ExternalLauncherExecutor(UniprocExecutor):
             )
 
     def shutdown(self) -> None:
-        """Drops the worker and leaves the process group, if it has joined one: torch was imported for it then."""
         if self._worker is None:
             return
         self._worker = None
-        dist = sys.modules.get("torch.distributed")
+        dist = sys.modules.get("torch.distributed")  # imported if the worker has joined a process group
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
 
     def _lose(self, reason: str) -> EngineDeadError:
-        """This process cannot go on: the error to raise."""
         self.shutdown()
         self._lost = EngineDeadError(reason)
         return self._lost
 
 
+def without_clock(options: EngineConfig, *, policy_uses_clock: bool) -> EngineConfig:
+    """Options with which no decision depends on time, so that equal requests lead to equal plans in every process.
+
+    To share rank 0's clock would take a message for every arrival and every plan; deadlines are the business
+    of the server, with one scheduler.
+    """
+    if policy_uses_clock:
+        raise ConfigError(
+            f"scheduling_policy {options.scheduling_policy!r} depends on time, which differs between processes: with "
+            "external_launcher take a policy that does not (fcfs, static, sjf, ldf, lcfs, srpt, fair, mlfq), or let mp "
+            "or ray run the workers, for which one process plans"
+        )
+    if options.scheduler_delay_factor:
+        raise ConfigError(
+            "scheduler_delay_factor depends on time, which differs between processes: external_launcher needs 0"
+        )
+    mode = "by_sequences" if options.preemption_mode == "auto" else options.preemption_mode
+    drafts = (options.speculative_config or SpeculativeConfig(method="prediction")).model_copy(
+        update={"adaptive": False}
+    )
+    changes = {"aging_limit": None, "preemption_mode": mode, "speculative_config": drafts}
+    return options.model_copy(update=changes)
+
+
 def _gather(data: bytes) -> list[bytes]:
-    """The bytes of every rank."""
+    """Gathers the bytes of every rank."""
     lengths = [int.from_bytes(length, "little") for length in _gather_equal(len(data).to_bytes(8, "little"))]
     parts = _gather_equal(data.ljust(max(lengths), b"\0"))
     return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
 def _gather_equal(data: bytes) -> list[bytes]:
-    """The bytes of every rank, of which all have as many."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Which executor an engine has."""
+"""Chooses and starts the executor of an engine."""
 
 from __future__ import annotations
 
@@ -9,22 +9,16 @@ from pathlib import Path
 from octavo.config.engine_config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.executor.executor import Executor
-from octavo.executor.external import ExternalLauncherExecutor
-from octavo.executor.worker import UniprocExecutor, WorkerSpec
+from octavo.executor.external import ExternalLauncherExecutor, UniprocExecutor
+from octavo.executor.worker import WorkerSpec
 from octavo.kernels import num_gpus, resolve_device
 
 
 def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int = 0) -> Executor:
-    """The workers that ``options`` ask for, started.
+    """Makes the executor that ``options`` ask for, and starts its workers.
 
-    Args:
-        config: the network's, with the context length that is wanted.
-        folder: of the checkpoint.
-        dtype: of weights and activations: float32, bfloat16 or float16.
-        replica: number of this engine core among the ``data_parallel_size`` ones, which share the machine.
-
-    Raises:
-        OctavoError: see ``Executor.start``.
+    ``config``: of the model, with the requested context length; ``dtype``: of weights and activations; ``replica``:
+    number of this engine core among the ``data_parallel_size`` ones, which share the machine.
     """
     executor = choose_executor(options)(options, WorkerSpec.of(options, config, folder, dtype, replica), replica)
     try:
@@ -36,12 +30,15 @@ def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtyp
 
 
 def choose_executor(options: EngineConfig) -> Callable[[EngineConfig, WorkerSpec, int], Executor]:
-    """The class of the executor that ``options`` ask for, or that suits the machine."""
+    """The class of the executor that ``options`` ask for; by default, the one that suits the machine."""
     backend = options.distributed_executor_backend
     if backend is None:
-        # A replica on a GPU sees its own alone, which has to be said before its process looks for one.
+        # A replica may see its own GPU alone, which must be set before its process looks for one.
         alone = options.world_size == 1 and (options.data_parallel_size == 1 or resolve_device(options.device) == "cpu")
-        backend = "uni" if alone else "mp" if _machine_has_devices(options) else "ray"
+        # Ray may know of more GPUs than this machine has.
+        fits = resolve_device(options.device) == "cpu" or importlib.util.find_spec("ray") is None
+        fits = fits or num_gpus() >= options.world_size * options.data_parallel_size
+        backend = "uni" if alone else "mp" if fits else "ray"
     if backend == "uni":
         return UniprocExecutor
     if backend == "mp":
@@ -50,13 +47,6 @@ def choose_executor(options: EngineConfig) -> Callable[[EngineConfig, WorkerSpec
         return MultiprocExecutor
     if backend == "external_launcher":
         return ExternalLauncherExecutor
-    from octavo.executor.ray_executor import RayExecutor
+    from octavo.executor.remote import RayExecutor
 
     return RayExecutor
-
-
-def _machine_has_devices(options: EngineConfig) -> bool:
-    """Whether this machine has a device for each worker, or there is no Ray that might know of other machines."""
-    if resolve_device(options.device) == "cpu" or importlib.util.find_spec("ray") is None:
-        return True
-    return num_gpus() >= options.world_size * options.data_parallel_size

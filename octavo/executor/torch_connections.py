@@ -1,4 +1,4 @@
-"""Connects a worker with the others of its network through torch.distributed: on several machines, or on GPUs."""
+"""Connects a worker with the other ranks by torch.distributed: on several machines, or on GPUs. Imports torch."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ _TIMEOUT = timedelta(seconds=TIMEOUT)
 
 
 def open_store(host: str) -> dist.TCPStore:
-    """The store through which workers find each other, on the first one of them."""
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 def connect_torch(layout: ParallelLayout, device: str, address: tuple[str, int] | None, store: Any = None) -> Ranks:
-    """Connections through torch.distributed: NCCL between GPUs, Gloo on CPUs.
+    """Connects by NCCL between GPUs, by Gloo on CPUs.
 
-    ``address`` is that of the store; ``store`` itself on the worker that has opened it. Without both, what a launcher
-    has put into the environment (``MASTER_ADDR`` and so on) is used.
+    ``address``: of the store; ``store``: the store itself, on the worker that has opened it. Without both, a launcher
+    has set ``MASTER_ADDR`` and so on.
     """
     if layout.world_size == 1:
         return Ranks(layout)
     backend = "nccl" if resolve_device(device) == "cuda" else "gloo"
-    if address is None:  # processes that plan for themselves compare their plans, without waiting for their devices
+    if address is None:  # processes of a launcher compare their plans on the CPU, without waiting for their GPUs
         dist.init_process_group("gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl", timeout=_TIMEOUT)
     else:
         store = store or dist.TCPStore(address[0], address[1], is_master=False, timeout=_TIMEOUT)

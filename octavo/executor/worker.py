@@ -1,4 +1,4 @@
-"""A worker: created first, it gets its device, its model and its KV cache by calls. Imports what computes then."""
+"""``Worker``: one rank. Calls give it its device, model and KV cache, and import the runner and torch only then."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import msgspec
 
 from octavo.config.engine_config import EngineConfig, make_config
 from octavo.config.options import ParallelLayout
-from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, memory_errors
+from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
-from octavo.core.plan import StepPlan, StepResult
-from octavo.executor.executor import Executor, PendingStep
+from octavo.core.plan import StepResult
 from octavo.kernels import require_torch
 from octavo.process.children import LocalConnections
 from octavo.process.startup import ProcessProfile, profile
@@ -31,45 +30,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo")
 
-#: What torch.distributed connects.
+#: The user of torch in an error that torch is missing.
 _APART = "workers that share no memory"
 
 
-class WorkerSpec(msgspec.Struct):
-    """What a worker needs to know to be created, in any process on any machine."""
-
-    #: Fields of ``EngineConfig``.
-    options: dict[str, Any]
-    #: "module:class" of the network's configuration, which families extend, and its fields.
-    config_class: str
-    config_fields: dict[str, Any]
-    folder: str
-    dtype: str
-    rank: int = 0
-    #: Of this worker among those of its machine, and how many these are.
-    local_rank: int = 0
-    local_size: int = 1
-
-    @classmethod
-    def of(cls, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int = 0) -> WorkerSpec:
-        """That of the first worker, of objects of this process. Replicas divide the machine as workers do."""
-        kind, values = type(config), msgspec.to_builtins(config)
-        name = f"{kind.__module__}:{kind.__qualname__}"
-        size = options.data_parallel_size
-        return cls(options.model_dump(), name, values, str(folder), dtype, local_rank=replica, local_size=size)
-
-    def model_config(self) -> ModelConfig:
-        """The network's configuration; imports the family's module."""
-        module, name = self.config_class.split(":")
-        config: ModelConfig = msgspec.convert(self.config_fields, getattr(importlib.import_module(module), name))
-        return config
-
-
 class Worker:
-    """One rank: owns its model and what computes with it, and its connections with the other ranks."""
+    """One rank: owns its model, its runner, and its connections with the other ranks (vLLM's ``GPUWorker``)."""
 
     def __init__(self, spec: WorkerSpec, connections: LocalConnections | None = None) -> None:
-        """``connections``: to workers of the same machine; None: through torch.distributed, see ``open_store``."""
+        """``connections``: to workers of the same machine; None: by torch.distributed, through the store of rank 0."""
         self.spec = spec
         self.options: EngineConfig = make_config(**spec.options)
         self.layout = ParallelLayout.of(self.options, spec.rank)
@@ -82,29 +51,16 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """Its number among all workers of the network."""
         return self.spec.rank
 
     @property
     def runner(self) -> ModelRunner:
-        """What computes.
-
-        Raises:
-            EngineStateError: ``make_cache`` was not called.
-        """
         if self._runner is None:
             raise EngineStateError(f"worker {self.rank} has no KV cache yet: load_model and make_cache come first")
         return self._runner
 
     def call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a method of the worker, its runner or its ``CacheSizing``, or a function with the worker.
-
-        Functions may be named as ``module:name``.
-
-        Raises:
-            ConfigError: there is no such method or function.
-            Exception: what it raises.
-        """
+        """Calls a method of the worker, its runner or its ``CacheSizing``, or a function (also by ``module:name``)."""
         if callable(method):
             return method(self, *args, **kwargs)
         if ":" in method:
@@ -116,17 +72,10 @@ class Worker:
         return target(*args, **kwargs)
 
     def startup_profile(self) -> ProcessProfile:
-        """The start of this worker's process."""
         return profile(f"worker {self.rank}")
 
-    # --- start ------------------------------------------------------------------------------------------------------
-
     def open_store(self) -> tuple[str, int] | None:
-        """On the first worker, opens the store through which torch.distributed connects all: its host and port.
-
-        Raises:
-            ConfigError: torch is not installed.
-        """
+        """On rank 0, opens the store through which torch.distributed connects all ranks: its host and port."""
         if self.rank:
             return None
         require_torch(_APART)
@@ -137,11 +86,7 @@ class Worker:
         return host, self._store.port
 
     def init_device(self, store: tuple[str, int] | None = None) -> None:
-        """Connects the worker with the others; ``store`` is where ``open_store`` has opened it, if it is needed.
-
-        Raises:
-            ConfigError: torch is needed and not installed.
-        """
+        """Connects the worker with the other ranks; ``store``: the address from rank 0's ``open_store``."""
         if self._connections is not None:
             from octavo.executor.channels import connect_local
 
@@ -153,23 +98,17 @@ class Worker:
             self._ranks = connect_torch(self.layout, self.options.device, store, self._store)
 
     def load_model(self) -> None:
-        """Loads this rank's share of the weights.
-
-        Raises:
-            OctavoError: see ``LoadedModel``.
-        """
         from octavo.runner.loaded_model import LoadedModel
         from octavo.runner.memory import CacheSizing, WorkerShare
 
         spec = self.spec
         share = WorkerShare(spec.local_rank, spec.local_size)
         if self.options.pin_threads and spec.local_size > 1:
-            _stay_on_own_processors(spec.local_rank, spec.local_size)
+            _pin_to_processors(spec.local_rank, spec.local_size)
         self._loaded = LoadedModel(self.options, spec.model_config(), Path(spec.folder), spec.dtype, share, self._ranks)
         self._sizing = CacheSizing(self._loaded)
 
     def make_cache(self, num_blocks: list[int], num_host_blocks: list[int], max_model_len: int) -> None:
-        """Makes the KV cache and what computes with it; see ``ModelRunner``."""
         from octavo.runner.model_runner import ModelRunner
 
         if self._loaded is None:
@@ -177,12 +116,37 @@ class Worker:
         self._runner = ModelRunner(self._loaded, num_blocks, num_host_blocks, max_model_len)
 
 
-def function_name(function: Callable[..., Any]) -> str:
-    """``module:name`` of a function that a worker can import; functions are not sent as code.
+class WorkerSpec(msgspec.Struct):
+    """The arguments of a worker in any process on any machine."""
 
-    Raises:
-        ConfigError: it cannot be found under its name.
-    """
+    #: Fields of ``EngineConfig``.
+    options: dict[str, Any]
+    #: "module:class" of the model's configuration, which model families extend, and its fields.
+    config_class: str
+    config_fields: dict[str, Any]
+    folder: str
+    dtype: str
+    rank: int = 0
+    #: Number of this worker on its machine, and the number of workers there.
+    local_rank: int = 0
+    local_size: int = 1
+
+    @classmethod
+    def of(cls, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int = 0) -> WorkerSpec:
+        """The spec of rank 0. Replicas divide the machine as workers do."""
+        kind, values = type(config), msgspec.to_builtins(config)
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        size = options.data_parallel_size
+        return cls(options.model_dump(), name, values, str(folder), dtype, local_rank=replica, local_size=size)
+
+    def model_config(self) -> ModelConfig:
+        module, name = self.config_class.split(":")
+        config: ModelConfig = msgspec.convert(self.config_fields, getattr(importlib.import_module(module), name))
+        return config
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """``module:name`` of a function; refuses functions that a worker cannot import, as code is not sent."""
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
     try:
         importable = find_function(name)
@@ -197,12 +161,6 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """The function ``module:name``.
-
-    Raises:
-        ImportError: there is no such module.
-        ConfigError: the module has no such function.
-    """
     module, _, path = name.partition(":")
     target: Any = importlib.import_module(module)
     for part in path.split("."):
@@ -213,12 +171,12 @@ def find_function(name: str) -> Callable[..., Any]:
     return function
 
 
-def _stay_on_own_processors(local_rank: int, local_size: int) -> None:
-    """Keeps this process, and the threads that it will make, on its share of the processors."""
+def _pin_to_processors(local_rank: int, local_size: int) -> None:
+    """Keeps this process and its future threads on its share of the processors."""
     if hasattr(os, "sched_setaffinity"):
-        there = sorted(os.sched_getaffinity(0))
-        share = there[local_rank * len(there) // local_size : (local_rank + 1) * len(there) // local_size]
-        os.sched_setaffinity(0, share or [there[local_rank % len(there)]])
+        allowed = sorted(os.sched_getaffinity(0))
+        share = allowed[local_rank * len(allowed) // local_size : (local_rank + 1) * len(allowed) // local_size]
+        os.sched_setaffinity(0, share or [allowed[local_rank % len(allowed)]])
 
 
 def own_address() -> str:
@@ -231,83 +189,28 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-# The executor of a worker in this process.
+# --- checks that tensor-parallel ranks sample the same tokens: each samples for itself --------------------------------
 
-
-class UniprocExecutor(Executor):
-    """A worker that is called directly; it lives as long as this process, or until ``shutdown``."""
-
-    in_process = True
-
-    def __init__(self, options: EngineConfig, spec: WorkerSpec, replica: int) -> None:
-        """Prepares the worker; ``start`` loads the model."""
-        self._worker: Worker | None = Worker(spec)
-        #: Why there is no worker any more.
-        self._lost = EngineDeadError("the executor was shut down; a new engine must be made")
-
-    def start_workers(self) -> None:
-        """The worker is there already."""
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """See ``Executor``; ``timeout`` is ignored, as the worker is called directly."""
-        worker = self._alive()
-        with memory_errors():
-            return self._of_all_workers(worker.call(method, args, kwargs or {}))
-
-    def _of_all_workers(self, answer: Any) -> list[Any]:
-        """The answers by rank, of this worker's."""
-        return [answer]
-
-    def submit(self, plan: StepPlan) -> PendingStep:
-        """Starts one step on the worker."""
-        return self._alive().runner.submit(plan)
-
-    def check_health(self) -> None:
-        """See ``Executor``."""
-        self._alive()
-
-    def shutdown(self) -> None:
-        """Drops the worker, and with it weights and KV cache."""
-        self._worker = None
-
-    def _alive(self) -> Worker:
-        if self._worker is None:
-            raise self._lost
-        return self._worker
-
-
-# Whether tensor-parallel ranks sample the same tokens: each samples for itself, from sums that all of them have.
-
-#: Bytes of a digest.
 DIGEST_BYTES = 16
 
 
 def digest(content: object) -> bytes:
-    """The digest of plain data."""
     return hashlib.blake2b(msgspec.msgpack.encode(content), digest_size=DIGEST_BYTES).digest()
 
 
 class RankCheck:
-    """The tokens that one rank has sampled since the ranks were last compared."""
+    """Collects the tokens that one rank samples, for a comparison every ``interval`` steps; 0: never."""
 
     def __init__(self, interval: int) -> None:
-        """Ranks are compared every ``interval`` steps; 0: never."""
         self._interval = interval
         self._steps: list[tuple[int, list[int], list[int], list[int]]] = []
 
     def add(self, result: StepResult) -> None:
-        """Takes a step's result."""
         if self._interval:
             self._steps.append((result.step, result.seq_ids, result.num_tokens, result.token_ids))
 
     def take(self) -> tuple[int, int, bytes]:
-        """The first and the last step to be compared now, and their digest; empty if it is not time yet."""
+        """The first and last step to be compared now, and their digest; an empty digest if no comparison is due."""
         if not self._steps or len(self._steps) < self._interval:
             return 0, 0, b""
         steps, self._steps = self._steps, []
@@ -315,10 +218,7 @@ class RankCheck:
 
 
 def find_difference(digests: Mapping[int, bytes], first_step: int, last_step: int) -> str | None:
-    """What is wrong if the digests of these steps differ, which are given by rank; None if nothing is.
-
-    The lowest rank is the one whose tokens count.
-    """
+    """An error message if the ``digests`` of these steps, by rank, differ from the lowest rank's."""
     first = min(digests)
     others = sorted(rank for rank, other in digests.items() if other != digests[first])
     if not others:

@@ -1,7 +1,7 @@
-"""What a worker in another process than its executor does: takes messages in their order, and answers each.
+"""The loop of a worker in another process than its executor (vLLM's ``worker_busy_loop``): messages in, answers out.
 
-``MultiprocExecutor`` starts it as ``python -m octavo.executor.worker_loop``. Arguments are the descriptors of the
-socket to the executor and of the memory of its messages, and the rank.
+``MultiprocExecutor`` starts ``python -m octavo.executor.worker_loop`` with the descriptors of the socket to the
+executor and of the memory of its messages, and the rank.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from octavo.executor.executor import reports_of
 from octavo.executor.worker import RankCheck, Worker, WorkerSpec
 from octavo.process.children import Failure, LocalConnections, end_with, send_logs
 
-#: Kinds of answers: of a step or a call, of one that failed (``Failure``), and a ``LogMessage`` in between.
+#: Kinds of answers: to a step or a call, to a failed one (``Failure``), and a ``LogMessage`` in between.
 DONE, FAILED, LOG = 0, 1, 2
 
 
 class WorkerStart(msgspec.Struct, tag=True, array_like=True):
-    """The first message: a worker of each rank is created. Lists are by rank."""
+    """The first message: creates the workers. Lists are by rank."""
 
     spec: WorkerSpec
     connections: list[LocalConnections | None]
-    #: Number of each worker among those of its machine, and how many these are.
+    #: Number of each worker on its machine, and the number of workers there.
     places: list[tuple[int, int]]
     log_level: int
 
@@ -44,7 +44,7 @@ class StepMessage(msgspec.Struct, tag=True, array_like=True):
     """Computes a plan."""
 
     plan: StepPlan
-    #: Tokens that the last stage has sampled since the last step, by sequence id, for the other stages.
+    #: By sequence id, for the other stages: tokens that the last stage has sampled since the last step.
     sampled: dict[int, list[int]] = {}
 
 
@@ -60,22 +60,19 @@ Message = WorkerStart | StepMessage | WorkerCall
 
 
 class WorkerLoop:
-    """Does what the messages say, in their order, and answers each."""
-
     def __init__(self, receiver: Receiver, rank: int) -> None:
         self._receiver = receiver
         self._rank = rank
         self._decoder = msgspec.msgpack.Decoder(Message)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()
-        #: Steps whose work is queued on the device.
         self._queued: deque[Any] = deque()
         self.worker: Worker
+        self._samples = self._answers_steps = False
 
     def run(self) -> None:
-        """Runs until the executor closes the connection."""
         while True:
-            # A device computes what is queued meanwhile; its results are waited for when nothing else is to be done.
+            # A device computes queued steps meanwhile; their results are waited for when no message has arrived.
             while self._queued and not self._receiver.has_next():
                 self._finish_step()
             message = self._decoder.decode(self._receiver.next())
@@ -93,27 +90,19 @@ class WorkerLoop:
         match message:
             case StepMessage(plan, sampled):
                 self._queued.append(self.worker.runner.submit(plan, None if self._samples else sampled))
-                if self._computes_at_once:
+                if self.worker.runner.device_name == "cpu":  # computed already
                     self._finish_step()
             case WorkerCall(method, args, kwargs):
                 self._answer(DONE, self._encoder.encode(self.worker.call(method, args, kwargs)))
-            case WorkerStart():
-                self._start(message)
+            case WorkerStart(spec, connections, places, log_level):
+                send_logs(log_level, lambda message: self._answer(LOG, msgspec.msgpack.encode(message)))
+                spec.rank, (spec.local_rank, spec.local_size) = self._rank, places[self._rank]
+                self.worker = Worker(spec, connections[self._rank])
+                layout = self.worker.layout
+                self._samples = layout.is_last_stage
+                self._answers_steps = layout.rank == layout.output_rank
+                self._check = RankCheck(self.worker.options.rank_check_interval if self._samples else 0)
                 self._answer(DONE, self._encoder.encode(None))
-
-    def _start(self, start: WorkerStart) -> None:
-        send_logs(start.log_level, lambda message: self._answer(LOG, msgspec.msgpack.encode(message)))
-        spec, rank = start.spec, self._rank
-        spec.rank, (spec.local_rank, spec.local_size) = rank, start.places[rank]
-        self.worker = Worker(spec, start.connections[rank])
-        layout = self.worker.layout
-        self._samples = layout.is_last_stage
-        self._answers_steps = layout.rank == layout.output_rank
-        self._check = RankCheck(self.worker.options.rank_check_interval if self._samples else 0)
-
-    @property
-    def _computes_at_once(self) -> bool:
-        return self.worker.runner.device_name == "cpu"
 
     def _finish_step(self) -> None:
         try:
@@ -121,8 +110,8 @@ class WorkerLoop:
         except Exception as e:
             self._fail(e)
             return
-        # One answer is enough: the workers of a stage sample the same tokens, and other stages none.
-        # But each prepares what requests need, and those that sample are compared.
+        # One full answer is enough: the workers of the last stage sample the same tokens, and other stages none.
+        # But each reports its preparations, and those that sample are compared.
         self._check.add(result)
         *_, result.sampled_digest = self._check.take()
         answer = result if self._answers_steps else reports_of(result)
@@ -139,14 +128,13 @@ class WorkerLoop:
 
 
 def serve(connection: socket.socket, memory: int | None, rank: int) -> None:
-    """Does what the executor says until it ends, for any reason, and this process with it, even while it computes."""
+    """Serves the executor until it ends, for any reason; this process ends with it, even while it computes."""
     end_with(connection)
     with contextlib.suppress(ConnectionError):  # the executor has ended
         WorkerLoop(Receiver(connection, memory), rank).run()
 
 
 def main(arguments: list[str]) -> None:
-    """The process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the executor's process handles them
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     descriptor, memory, rank = map(int, arguments)

@@ -1,1 +1,1 @@
-"""Grammars of structured output: from what a request asks for to the tokens that may come next."""
+"""Grammars of structured output: from a request's schema or regex to token masks. Read ``compiler.py`` first."""

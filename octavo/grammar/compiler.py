@@ -1,7 +1,7 @@
-"""Grammars of the requests of one frontend: compiled once, kept by content.
+"""Compiles the grammars of requests once and caches them by content (vLLM: the structured output manager).
 
-What a client sends is compiled on trial in the sandbox: a small schema can keep llguidance busy for minutes, and a deep
-one ends the process that compiles it.
+A client's schema is compiled on trial in the sandbox: a small schema can keep llguidance busy for minutes, and a deeply
+nested one crashes the process that compiles it.
 """
 
 from __future__ import annotations
@@ -23,40 +23,39 @@ from octavo.core.stats import GrammarStats
 from octavo.process.sandbox import Sandbox
 from octavo.process.sandbox_process import SandboxAnswer, SandboxCall
 
-# Forms as the frontend has them: their names in caches, and what is asked and answered when one is compiled on trial.
-
-#: Most bytes of a form as a request gives it, and as it is written in llguidance's notation.
+#: Maximum bytes of a request's schema or grammar, and of the grammar in llguidance's notation.
 MAX_BYTES = 1 << 20
-#: Most keywords that are reported as left out, and most characters of the place of each.
+#: Maximum number of relaxed keywords to report, and maximum characters of each path.
 MAX_RELAXED = 100
 LONGEST_PATH = 300
+CACHE_BYTES = 64 << 20
+_LONGEST_MESSAGE = 1000
+OPTION = "structured_outputs_compile_seconds"
+
+logger = logging.getLogger(__name__)
 
 
 class CheckRequest(msgspec.Struct):
-    """A form to compile."""
+    """What the sandbox compiles on trial."""
 
     params: StructuredOutputsParams
-    #: Texts that the tokenizer has as a token of its own.
+    #: Texts that are single tokens of the tokenizer.
     special_tokens: list[str]
-    #: Grammars may name tokens by their ids.
+    #: Grammars may name tokens by id.
     vocab_size: int
 
 
 class CheckAnswer(msgspec.Struct):
-    """Its grammar, or what is wrong with it."""
+    """A compiled grammar, or an error message."""
 
     grammar: Grammar | None = None
     error: str = ""
-    #: Places of keywords that it does not obey, and leaves out.
+    #: JSON pointers of keywords that the grammar does not enforce.
     relaxed: list[str] = []
 
 
 def digest(params: StructuredOutputsParams) -> str:
-    """The name of a form in caches: equal where all fields are equal, the order of properties among them.
-
-    Raises:
-        InvalidRequestError: the form has a value that JSON has not, is too deep, or too large.
-    """
+    """A cache key; raises InvalidRequestError if the parameters are not JSON, or have more than ``MAX_BYTES``."""
     try:
         content = msgspec.json.encode(params)
     except (TypeError, ValueError, RecursionError, OverflowError) as e:
@@ -68,17 +67,8 @@ def digest(params: StructuredOutputsParams) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-#: Bytes of grammars, and of messages about those that cannot be compiled, that are kept.
-CACHE_BYTES = 64 << 20
-#: Most characters of a line of the log.
-_LONGEST_MESSAGE = 1000
-OPTION = "structured_outputs_compile_seconds"
-
-logger = logging.getLogger(__name__)
-
-
 class GrammarCompiler:
-    """Turns forms into grammars; from any thread."""
+    """Turns ``StructuredOutputsParams`` into grammars; thread-safe."""
 
     def __init__(
         self,
@@ -88,10 +78,7 @@ class GrammarCompiler:
         seconds: float = 5.0,
         defaults: StructuredOutputsConfig | None = None,
     ) -> None:
-        """``special_tokens``, ``vocab_size``: see ``CheckRequest``; ``seconds``: see ``SandboxCall``.
-
-        ``defaults``: of what forms leave open.
-        """
+        """``defaults``: of parameters that requests leave out; ``seconds``: processor time limit of one grammar."""
         self._sandbox = sandbox
         self._special_tokens = sorted(special_tokens)
         self._vocab_size = vocab_size
@@ -103,33 +90,24 @@ class GrammarCompiler:
         self.stats = GrammarStats()
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """The grammar of a form; the first time, this takes from a millisecond to the limit.
-
-        Raises:
-            InvalidRequestError: naming the field and the place of the error.
-        """
+        """The grammar of a request; raises InvalidRequestError with the field and path of an error."""
         future = self._submit(params, "")
         try:
             return _grammar_of(future.result())
         finally:
-            future.cancel()  # after Ctrl-C nobody waits for it
+            future.cancel()  # Ctrl-C leaves no waiter
 
     async def compile_for(self, client: str, params: StructuredOutputsParams) -> Grammar:
-        """``compile`` in the turn of a client, for an event loop; to cancel it drops the form.
-
-        Raises:
-            InvalidRequestError: as ``compile``.
-            ClientLimitError: the client has taken its seconds.
-        """
+        """``compile`` in a client's turn; also raises ClientLimitError. Cancelling it drops the job."""
         return _grammar_of(await asyncio.wrap_future(self._submit(params, client)))
 
     def relaxed(self, params: StructuredOutputsParams) -> list[str]:
-        """Places of the keywords of a compiled form that its outputs are not held to; none if it is not kept."""
-        known = self._look_up(digest(self.resolved(params)))
-        return [] if known is None else known.relaxed
+        """JSON pointers of keywords that the cached grammar does not enforce; empty if it is not cached."""
+        cached = self._look_up(digest(self.resolved(params)))
+        return [] if cached is None else cached.relaxed
 
     def resolved(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
-        """The form, in which the engine's options say what it leaves open."""
+        """The parameters with the engine's defaults filled in."""
         spaces, closes = params.disable_any_whitespace, params.disable_additional_properties
         if spaces is None:
             spaces = self._defaults.disable_any_whitespace and params.whitespace_pattern is None
@@ -140,20 +118,26 @@ class GrammarCompiler:
     def _submit(self, params: StructuredOutputsParams, client: str) -> Future[CheckAnswer]:
         params = self.resolved(params)
         key = digest(params)
-        if (known := self._look_up(key)) is not None:
+        if (cached := self._look_up(key)) is not None:
             done: Future[CheckAnswer] = Future()
-            done.set_result(known)
+            done.set_result(cached)
             return done
         content = msgspec.json.encode(CheckRequest(params, self._special_tokens, self._vocab_size))
 
         def read(answer: SandboxAnswer) -> CheckAnswer:
             if answer.failure:
-                refused = CheckAnswer(error=f"structured_outputs.{params.form} {self._reason(answer)}")
+                limit = f"{self._seconds:g} seconds to compile, the limit of this engine ({OPTION})"
+                reason = {
+                    "time": f"takes more than {limit}",
+                    "depth": "is nested too deeply to be compiled",
+                    "memory": "takes too much memory to be compiled",
+                }.get(answer.failure, f"cannot be compiled: {answer.details}")
+                refused = CheckAnswer(error=f"structured_outputs.{params.form} {reason}")
                 return self._keep(key, refused, answer.seconds)
             checked = msgspec.json.decode(answer.content, type=CheckAnswer)
             if checked.relaxed:
                 shown = " ".join(map(ascii, checked.relaxed))[:_LONGEST_MESSAGE]
-                logger.warning("structured_outputs.%s: outputs are not held to these keywords: %s", params.form, shown)
+                logger.warning("structured_outputs.%s: these keywords are not enforced: %s", params.form, shown)
             return self._keep(key, checked, answer.seconds)
 
         call = SandboxCall("octavo.grammar.sources:check", content, self._seconds)
@@ -166,15 +150,6 @@ class GrammarCompiler:
         with self._lock:
             self.stats.waiting += change
 
-    def _reason(self, answer: SandboxAnswer) -> str:
-        if answer.failure == "time":
-            return f"takes more than {self._seconds:g} seconds to compile, the limit of this engine ({OPTION})"
-        if answer.failure == "depth":
-            return "is nested too deeply to be compiled"
-        if answer.failure == "memory":
-            return "takes too much memory to be compiled"
-        return f"cannot be compiled: {answer.details}"
-
     def _look_up(self, key: str) -> CheckAnswer | None:
         with self._lock:
             if key in self._cache:
@@ -182,7 +157,7 @@ class GrammarCompiler:
             return self._cache.get(key)
 
     def _keep(self, key: str, answer: CheckAnswer, seconds: float) -> CheckAnswer:
-        """Keeps an answer, if there is none yet; the one that is kept."""
+        """Caches an answer unless another thread has; returns the cached one."""
         with self._lock:
             if key not in self._cache:
                 self._cache[key] = answer
@@ -204,9 +179,5 @@ def _grammar_of(answer: CheckAnswer) -> Grammar:
 
 
 def _size(answer: CheckAnswer) -> int:
-    return (
-        500
-        + len(answer.error)
-        + sum(map(len, answer.relaxed))
-        + (0 if answer.grammar is None else len(answer.grammar.source))
-    )
+    source = "" if answer.grammar is None else answer.grammar.source
+    return 500 + sum(map(len, (source, answer.error, *answer.relaxed)))

@@ -1,28 +1,26 @@
-"""Regexes of ECMA-262, the dialect of JSON Schema; ``rust_regex`` writes them as llguidance reads regexes.
+"""Parses regexes of ECMA-262, the dialect of JSON Schema; ``regex_automaton`` writes them for llguidance.
 
-The same text means other things to llguidance, whose regexes are those of Rust's crate ``regex``: there ``\\d`` and
-``\\w`` are of all of Unicode, ``\\s`` lacks the byte order mark, ``.`` matches a carriage return, ``[a&&b]`` is an
-intersection. So a regex is parsed here, and written anew with explicit sets of characters. Grouping, laziness and names
-of groups do not change which texts match, and are left out. What is not regular, such as a back-reference, is an error.
+The same text means something else to llguidance, whose regexes are those of Rust's crate ``regex``: there ``\\d`` and
+``\\w`` cover all of Unicode, ``\\s`` lacks the byte order mark, ``.`` matches a carriage return, and ``[a&&b]`` is an
+intersection. So a regex is parsed here and written anew with explicit character sets. Grouping, laziness and group
+names do not change which texts match, and are dropped. Non-regular constructs, such as back-references, are errors.
 
-Accepted beyond ECMA-262 with the flag ``u``, as schemas in use have it: braces and brackets that stand for themselves,
-escaped punctuation, and ``(?P<name>``, ``(?i)``, ``(?s)`` of other dialects, which mean nothing else in this one.
+Schemas in use also have, beyond ECMA-262 with the flag ``u``, and the parser accepts: literal braces and brackets,
+escaped punctuation, and ``(?P<name>``, ``(?i)``, ``(?s)`` of other dialects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 MAX_CODE = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]
 
-#: Most groups within groups.
 _DEEPEST = 150
-#: Most repetitions that a regex counts.
 _MOST = 1_000_000_000
 _DIGITS: Ranges = ((0x30, 0x39),)
-_WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 #: WhiteSpace and LineTerminator of ECMA-262.
 _SPACE: Ranges = (
     (0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F),
@@ -35,42 +33,39 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class RegexError(ValueError):
-    """A regex is none of ECMA-262; the message says what is wrong and at which character."""
+    """The regex is not valid ECMA-262; the message has the error and its character."""
 
 
 class UnsupportedRegexError(RegexError):
-    """A regex of ECMA-262 that describes no regular language, or that is too large when it is expanded."""
+    """The regex is valid, but describes no regular language, or its expansion is too large."""
 
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of a set: of these ranges or Unicode properties, or, ``negated``, none of them."""
+    """One character: of these ranges or Unicode properties, or, if ``negated``, of none of them."""
 
     ranges: Ranges = ()
-    #: (text between the braces of ``\\p{...}``, whether it is ``\\P``).
+    #: (text between the braces of ``\\p{...}``, whether it was ``\\P``).
     properties: tuple[tuple[str, bool], ...] = ()
     negated: bool = False
-    #: Upper and lower case count as the same.
     folded: bool = False
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """Parts that follow each other; without parts, the empty text."""
+    """A concatenation; without parts, the empty text."""
 
     parts: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several."""
-
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A part that follows itself; ``most`` None: without end."""
+    """A quantified part; ``most`` None: unbounded."""
 
     part: Node
     least: int
@@ -79,14 +74,14 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Assertion:
-    """``^``, ``$``, ``b`` (a word's boundary) or ``B`` (none)."""
+    """``^``, ``$``, ``b`` (word boundary) or ``B`` (no word boundary)."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class Look:
-    """A look-ahead, or with ``behind`` a look-behind; ``negated``: what it holds must not match there."""
+    """A look-ahead, or with ``behind`` a look-behind."""
 
     part: Node
     behind: bool
@@ -101,17 +96,11 @@ EMPTY = Sequence()
 
 
 def parse(text: str) -> Node:
-    """The parts of a regex.
-
-    Raises:
-        RegexError: it is none.
-        UnsupportedRegexError: it has a back-reference.
-    """
+    """Raises RegexError for an invalid regex, and UnsupportedRegexError for a back-reference."""
     return _Parser(text).parse()
 
 
-def normalized(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The ranges in order, without overlap."""
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
     merged: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -122,22 +111,21 @@ def normalized(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """All other characters."""
-    found, low = [], 0
-    for first, last in normalized(ranges):
+    result, low = [], 0
+    for first, last in merge_ranges(ranges):
         if first > low:
-            found.append((low, first - 1))
+            result.append((low, first - 1))
         low = last + 1
     if low <= MAX_CODE:
-        found.append((low, MAX_CODE))
-    return tuple(found)
+        result.append((low, MAX_CODE))
+    return tuple(result)
 
 
 def write_chars(chars: Chars) -> str:
-    """A set of characters as a class of Rust's regex."""
-    # No text has half of a surrogate pair.
-    ranges = [part for low, high in normalized(chars.ranges) for part in _split(low, high)]
-    if not ranges and not chars.properties:
+    """A character set as a class of Rust's regex."""
+    # Texts have no lone surrogates: cut them out.
+    halves = [half for a, b in merge_ranges(chars.ranges) for half in ((a, min(b, 0xD7FF)), (max(a, 0xE000), b))]
+    if not (ranges := [(low, high) for low, high in halves if low <= high]) and not chars.properties:
         return "(?s:.)" if chars.negated else r"[^\x{0}-\x{10FFFF}]"
     inner = "".join(_literal(a) if a == b else f"{_literal(a)}-{_literal(b)}" for a, b in ranges)
     inner += "".join(rf"\{'P' if negated else 'p'}{{{name}}}" for name, negated in chars.properties)
@@ -146,13 +134,7 @@ def write_chars(chars: Chars) -> str:
     return f"(?i:{written})" if chars.folded else written
 
 
-def _split(low: int, high: int) -> list[tuple[int, int]]:
-    parts = ((low, min(high, 0xD7FF)), (max(low, 0xE000), high))
-    return [(a, b) for a, b in parts if a <= b]
-
-
 def children(node: Node) -> tuple[Node, ...]:
-    """The parts of a node."""
     if isinstance(node, Sequence):
         return node.parts
     if isinstance(node, Choice):
@@ -166,39 +148,16 @@ def _literal(code: int) -> str:
 
 
 def quantifier(least: int, most: int | None) -> str:
-    """How often a part is repeated, as it is written."""
     usual = {(0, None): "*", (1, None): "+", (0, 1): "?", (1, 1): ""}
-    if (least, most) in usual:
-        return usual[least, most]
-    if least == most:
-        return f"{{{least}}}"
-    return f"{{{least},{'' if most is None else most}}}"
+    counts = f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}"
+    return usual.get((least, most), counts)
 
 
 @dataclass
-class _Parser:
+class TextReader:
     text: str
     at: int = 0
     depth: int = 0
-    #: ``.`` matches line terminators.
-    dot_all: bool = False
-    folds: bool = False
-    names: set[str] = field(default_factory=set)
-
-    def parse(self) -> Node:
-        if self._take("(?i)"):
-            self.folds = True
-        elif self._take("(?s)"):
-            self.dot_all = True
-        elif self._take("(?is)") or self._take("(?si)"):
-            self.folds = self.dot_all = True
-        node = self._choice()
-        if self.at < len(self.text):
-            raise self._error("unopened group" if self.text[self.at] == ")" else "unexpected character")
-        return node
-
-    def _error(self, message: str, at: int | None = None) -> RegexError:
-        return RegexError(f"{message}, at character {(self.at if at is None else at) + 1} of the regex")
 
     def _peek(self, count: int = 1) -> str:
         return self.text[self.at : self.at + count]
@@ -208,6 +167,24 @@ class _Parser:
             self.at += len(expected)
             return True
         return False
+
+
+@dataclass
+class _Parser(TextReader):
+    #: ``.`` matches line terminators.
+    dot_all: bool = False
+    folds: bool = False
+
+    def parse(self) -> Node:
+        flags = next((flags for flags in ("(?i)", "(?s)", "(?is)", "(?si)") if self._take(flags)), "")
+        self.folds, self.dot_all = "i" in flags, "s" in flags
+        node = self._choice()
+        if self.at < len(self.text):
+            raise self._error("unopened group" if self.text[self.at] == ")" else "unexpected character")
+        return node
+
+    def _error(self, message: str, at: int | None = None) -> RegexError:
+        return RegexError(f"{message}, at character {(self.at if at is None else at) + 1} of the regex")
 
     def _choice(self) -> Node:
         if self.depth > _DEEPEST:
@@ -227,7 +204,6 @@ class _Parser:
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
     def _repeated(self, node: Node, begin: int) -> Node:
-        """The node, which begins at this character, with the quantifier that follows it."""
         start = self.at
         bounds = self._bounds()
         if bounds is None:
@@ -239,18 +215,16 @@ class _Parser:
             raise self._error("invalid repetition count range", start)
         if max(least, most or 0) > _MOST:
             raise self._error(f"repetitions of more than {_MOST} are not supported", start)
-        if self._take("?"):  # lazy: the same texts match
-            pass
-        elif self._peek() == "+":
+        is_lazy = self._take("?")  # the same texts match
+        if not is_lazy and self._peek() == "+":
             raise self._error("possessive quantifiers are not of ECMA-262")
-        elif (self._peek() and self._peek() in "*?") or (self._peek() == "{" and self._bounds() is not None):
+        if not is_lazy and ((self._peek() and self._peek() in "*?") or self._bounds() is not None):
             raise self._error("nothing to repeat")
         return Repeat(node, least, most)
 
     def _bounds(self) -> tuple[int, int | None] | None:
-        """The quantifier that stands here; None: there is none, and a brace stands for itself."""
-        char = self._peek()
-        if char and char in "*+?":
+        """The quantifier at this position; None if there is none, and a brace is literal."""
+        if (char := self._peek()) and char in "*+?":
             self.at += 1
             return {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
         if char != "{":
@@ -294,14 +268,14 @@ class _Parser:
         look = next((mark for mark in ("?=", "?!", "?<=", "?<!") if self._take(mark)), None)
         folds, dot_all = self.folds, self.dot_all
         if look is None and self._peek() == "?":
-            if self._take("?:"):
-                pass
-            elif self._take("?i:"):
-                self.folds = True
-            elif self._take("?s:"):
-                self.dot_all = True
+            if flags := next((flags for flags in ("?:", "?i:", "?s:") if self._take(flags)), ""):
+                self.folds, self.dot_all = folds or "i" in flags, dot_all or "s" in flags
             elif self._take("?<") or self._take("?P<"):
-                self._name(start)
+                end = self.text.find(">", self.at)
+                name = self.text[self.at : end] if end > 0 else ""
+                if not name.replace("$", "_").isidentifier():
+                    raise self._error("the name of a group must be an identifier", start)
+                self.at = end + 1
             elif self._peek(2) == "?>":
                 raise self._error("atomic groups are not of ECMA-262", start)
             elif self._peek(3) == "?P=":
@@ -312,27 +286,15 @@ class _Parser:
         if not self._take(")"):
             raise self._error("unclosed group", start)
         self.folds, self.dot_all = folds, dot_all
-        if look is not None:
-            return Look(node, behind="<" in look, negated="!" in look)
-        return node
-
-    def _name(self, start: int) -> None:
-        end = self.text.find(">", self.at)
-        name = self.text[self.at : end] if end > 0 else ""
-        if not name.replace("$", "_").isidentifier():
-            raise self._error("the name of a group must be an identifier", start)
-        self.names.add(name)
-        self.at = end + 1
+        return node if look is None else Look(node, behind="<" in look, negated="!" in look)
 
     def _escape(self, *, in_class: bool) -> Chars:
-        """What follows a backslash."""
         start = self.at - 1
-        char = self._peek()
-        if not char:
+        if not (char := self._peek()):
             raise self._error("a backslash at the end", start)
         self.at += 1
         if char in "dDwWsS":
-            ranges = {"d": _DIGITS, "w": _WORD, "s": _SPACE}[char.lower()]
+            ranges = {"d": _DIGITS, "w": WORD, "s": _SPACE}[char.lower()]
             return Chars(ranges if char.islower() else complement(ranges))
         if char in "pP":
             return self._property(start, negated=char == "P")
@@ -366,10 +328,8 @@ class _Parser:
         self.at = end + 1
         if not name or not all(c.isascii() and (c.isalnum() or c in "_=") for c in name):
             raise self._error("invalid property name", start)
-        if name == "ASCII":
-            return Chars(complement(((0, 0x7F),)) if negated else ((0, 0x7F),))
-        if name == "Any":
-            return Chars(() if negated else ((0, MAX_CODE),))
+        if last := {"ASCII": 0x7F, "Any": MAX_CODE}.get(name):
+            return Chars(complement(((0, last),)) if negated else ((0, last),))
         return Chars(properties=((name, negated),))
 
     def _hex(self, count: int, start: int) -> int:
@@ -418,11 +378,11 @@ class _Parser:
                         raise self._error("invalid character class range", at)
                     ranges.append((low, high))
                     continue
-                # A hyphen before a set such as \d stands for itself.
+                # A hyphen before a set such as \d is literal.
                 first = Chars((*first.ranges, (0x2D, 0x2D), *last.ranges), last.properties)
             ranges += first.ranges
             properties += first.properties
-        return Chars(normalized(ranges), tuple(properties), negated)
+        return Chars(merge_ranges(ranges), tuple(properties), negated)
 
     def _class_atom(self) -> Chars:
         char = self.text[self.at]

@@ -1,8 +1,7 @@
-"""Compiled grammars: which tokens may come next, by llguidance.
+"""Compiled grammars: which tokens may come next, by llguidance (a token bitmask for each sequence).
 
-A matcher follows the tokens of one sequence. Where the grammar forces text, the mask of the next token allows exactly
-the first of the tokens that this text begins with (``LLMatcher.compute_ff_tokens``). So tokens that are appended
-without sampling are those that sampling under the masks would give.
+Where the grammar forces text, the mask of the next token allows exactly the first of the tokens that this text begins
+with (``LLMatcher.compute_ff_tokens``): tokens that are appended without sampling are those that sampling would give.
 """
 
 from __future__ import annotations
@@ -14,71 +13,49 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from octavo.core.errors import TokenizerError
 
-# Limits within which a grammar is compiled and followed: by the frontend that checks it, and by the workers.
-
-#: Most states of a lexer, of one to two kilobytes each.
+#: Maximum states of a lexer, one to two kilobytes each.
 MAX_LEXER_STATES = 50_000
-#: Most symbols of a grammar. A mask's time is bounded by nothing else: it can grow with their square, to half a second
-#: for so many. An object schema has some eight for each property.
+#: Maximum symbols of a grammar, about eight for each property of a schema: they bound the time of a mask (0.5 s).
 MAX_SYMBOLS = 20_000
 
 
 def parser_limits() -> LLParserLimits:
-    """Limits of llguidance: counts of work, not times, so that a grammar behaves the same on every machine."""
+    """Limits of llguidance: amounts of work, not times, so that a grammar behaves the same on every machine."""
     return LLParserLimits(max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_SYMBOLS, verbose_errors=False)
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be compiled; the message says what is wrong, and where as far as it is known."""
+    """A grammar cannot be compiled; the message has the error and, if possible, its place."""
 
 
 class GrammarTokenizer:
-    """The vocabulary as grammars see it: the text of each token, and the tokens that may follow a complete output.
-
-    Making one takes a good part of a second; it never changes, so threads may share it.
-    """
+    """The text of each token, and the EOS tokens; thread-safe. Making one takes a good part of a second."""
 
     def __init__(self, backend: tokenizers.Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """``vocab_size`` is the network's: ids without a token, if it has more than the tokenizer, never occur.
-
-        Raises:
-            TokenizerError: it is not known what text the tokens of such a tokenizer stand for.
-        """
-        #: The network's.
+        """``vocab_size``: the network's. Raises TokenizerError if llguidance does not support the tokenizer."""
         self.network_vocab_size = vocab_size
         added = backend.get_added_tokens_decoder()
         num_tokens = max(backend.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
-        known = [token for token in eos_token_ids if token < max(num_tokens, vocab_size)]
+        eos = [token for token in eos_token_ids if token < max(num_tokens, vocab_size)]
         try:
-            self.lltokenizer = LLTokenizer(
-                backend.to_str(),
-                n_vocab=max(num_tokens, vocab_size),
-                eos_token=known or None,
-                slices=LLTokenizer.json_slices(),
-            )
-        except Exception as e:  # the library raises what it comes upon
+            bits, slices = max(num_tokens, vocab_size), LLTokenizer.json_slices()
+            self.lltokenizer = LLTokenizer(backend.to_str(), n_vocab=bits, eos_token=eos or None, slices=slices)
+        except Exception as e:  # llguidance may raise anything
             raise TokenizerError(f"grammars cannot be used with this tokenizer: {e}") from e
 
     @property
     def vocab_size(self) -> int:
-        """Bits of a mask: ids of the tokenizer or of the network, whichever has more."""
+        """Bits of a mask: the larger vocabulary of tokenizer and network."""
         return self.lltokenizer.vocab_size
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Tokens that end an output, allowed where its grammar may end."""
+        """EOS tokens, allowed where the grammar may end."""
         return self.lltokenizer.eos_tokens
 
 
 def compile_grammar(source: str, tokenizer: GrammarTokenizer) -> LLMatcher:
-    """The matcher of a new sequence, to be copied for each (``deep_copy``); the interpreter is not held meanwhile.
-
-    Args:
-        source: in llguidance's own notation, see ``Grammar.source``.
-
-    Raises:
-        GrammarError: it is no grammar, or exceeds the limits.
-    """
+    """The matcher of a new sequence, to copy for each (``deep_copy``); raises GrammarError. Releases the GIL."""
     matcher = LLMatcher(tokenizer.lltokenizer, source, log_level=0, limits=parser_limits())
     if matcher.is_error():
         raise GrammarError(matcher.get_error())

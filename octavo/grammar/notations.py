@@ -1,26 +1,26 @@
-"""Grammars as llama.cpp (GBNF) and Lark read them, in llguidance's dialect of Lark."""
+"""Translates grammars in llama.cpp's GBNF and in Lark into llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from octavo.core.errors import InvalidRequestError
-from octavo.grammar.ecma_regex import ANY, Chars, normalized, quantifier, write_chars
+from octavo.grammar.ecma_regex import ANY, Chars, TextReader, merge_ranges, quantifier, write_chars
 
-#: A rule ``start`` of Lark, which may be marked and have a priority; GBNF has ``::=``.
+#: A rule ``start`` of Lark, perhaps with a mark or a priority; GBNF has ``::=``.
 _LARK = re.compile(r"^\s*(?:%llguidance\b|[?!]{0,2}start(?:\.-?\d+)?\s*:(?!:=))", re.MULTILINE)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]"}
 _LENGTHS = {"x": 2, "u": 4, "U": 8}
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _TOKEN = re.compile(r"<[^<>\s]+>")
+_REPETITIONS = re.compile(r"\{\s*(\d{1,10})\s*(?:(,)\s*(\d{1,10})?\s*)?\}")
 _DEEPEST = 150
 
 
 def is_lark(text: str) -> bool:
-    """Whether a grammar is Lark's, and not GBNF."""
     return _LARK.search(text) is not None
 
 
@@ -29,7 +29,7 @@ def is_lark(text: str) -> bool:
 
 @dataclass
 class _Text:
-    """A literal, a set of characters, or a token: what needs no other rule. ``written`` is Lark's."""
+    """A literal, a character set, or a token, in Lark's notation."""
 
     written: str
 
@@ -60,13 +60,10 @@ _Node = _Text | _Reference | _All | _OneOf | _Repeated
 
 
 def lark_of_gbnf(text: str) -> str:
-    """The same grammar in Lark's notation.
+    """The same grammar in Lark; raises InvalidRequestError, with the line, if it is not valid GBNF.
 
-    A grammar without recursion becomes one terminal, so that all its texts can be written. In others each rule without
-    recursion is a terminal of its own, which is read greedily: as long as its characters fit it goes on.
-
-    Raises:
-        InvalidRequestError: it is none; the message says the line.
+    A grammar without recursion becomes one terminal, so that all its texts can be produced. In other grammars each rule
+    without recursion is a terminal, which matches greedily.
     """
     rules = _GbnfReader(text).read()
     if "root" not in rules:
@@ -75,7 +72,9 @@ def lark_of_gbnf(text: str) -> str:
         for name in _references(rule):
             if name not in rules:
                 raise InvalidRequestError(f"the rule {name!r} is not defined")
-    used = _reachable(rules)
+    used = ["root"]
+    for name in used:
+        used += dict.fromkeys(other for other in _references(rules[name]) if other not in used)
     terminals = _terminals({name: rules[name] for name in used})
     names = {name: f"T{i}" if name in terminals else f"r{i}" for i, name in enumerate(used)}
     lines = ["start: " + names["root"]]
@@ -83,44 +82,28 @@ def lark_of_gbnf(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _children(node: _Node) -> list[_Node]:
+    if isinstance(node, _Repeated):
+        return [node.part]
+    return node.parts if isinstance(node, _All) else node.options if isinstance(node, _OneOf) else []
+
+
 def _references(node: _Node) -> list[str]:
     if isinstance(node, _Reference):
         return [node.name]
-    if isinstance(node, _Repeated):
-        return _references(node.part)
-    inner = node.parts if isinstance(node, _All) else node.options if isinstance(node, _OneOf) else []
-    return [name for part in inner for name in _references(part)]
-
-
-def _reachable(rules: Mapping[str, _Node]) -> list[str]:
-    found = ["root"]
-    for name in found:
-        found += dict.fromkeys(other for other in _references(rules[name]) if other not in found)
-    return found
+    return [name for part in _children(node) for name in _references(part)]
 
 
 def _terminals(rules: Mapping[str, _Node]) -> set[str]:
-    """Rules that need no recursion and name no token."""
-    found: set[str] = set()
-    grows = True
-    while grows:
-        more = {
-            name
-            for name, rule in rules.items()
-            if name not in found and found.issuperset(_references(rule)) and not _has_token(rule)
-        }
-        found |= more
-        grows = bool(more)
-    return found
+    candidates = {name: {*_references(rule)} for name, rule in rules.items() if not _has_token(rule)}
+    terminals: set[str] = set()
+    while more := {name for name, used in candidates.items() if used <= terminals} - terminals:
+        terminals |= more
+    return terminals
 
 
 def _has_token(node: _Node) -> bool:
-    if isinstance(node, _Text):
-        return node.written.startswith("<")
-    if isinstance(node, _Repeated):
-        return _has_token(node.part)
-    inner = node.parts if isinstance(node, _All) else node.options if isinstance(node, _OneOf) else []
-    return any(map(_has_token, inner))
+    return node.written.startswith("<") if isinstance(node, _Text) else any(map(_has_token, _children(node)))
 
 
 def _lark(node: _Node, names: Mapping[str, str]) -> str:
@@ -136,13 +119,9 @@ def _lark(node: _Node, names: Mapping[str, str]) -> str:
 
 
 @dataclass
-class _GbnfReader:
-    text: str
-    at: int = 0
-    depth: int = 0
-    rules: dict[str, _Node] = field(default_factory=dict)
-
+class _GbnfReader(TextReader):
     def read(self) -> dict[str, _Node]:
+        rules: dict[str, _Node] = {}
         self._space(lines=True)
         while self.at < len(self.text):
             name = self._name()
@@ -150,28 +129,19 @@ class _GbnfReader:
             if not self._take("::="):
                 raise self._error("expected ::=")
             self._space(lines=True)
-            self.rules[name] = self._options(nested=False)
+            rules[name] = self._options(nested=False)
             if self.at < len(self.text) and self.text[self.at] not in "\r\n":
                 raise self._error("expected a new line")
             self._space(lines=True)
-        return self.rules
+        return rules
 
     def _error(self, message: str) -> InvalidRequestError:
         line = self.text.count("\n", 0, self.at) + 1
         column = self.at - self.text.rfind("\n", 0, self.at)
         return InvalidRequestError(f"line {line}, column {column}: {message}")
 
-    def _peek(self) -> str:
-        return self.text[self.at : self.at + 1]
-
-    def _take(self, expected: str) -> bool:
-        if self.text.startswith(expected, self.at):
-            self.at += len(expected)
-            return True
-        return False
-
     def _space(self, *, lines: bool = False) -> None:
-        """Moves over spaces and comments; ``lines``: over line breaks, too."""
+        """Skips spaces and comments; ``lines``: line breaks, too."""
         while char := self._peek():
             if char == "#":
                 end = self.text.find("\n", self.at)
@@ -182,11 +152,11 @@ class _GbnfReader:
                 return
 
     def _name(self) -> str:
-        found = _NAME.match(self.text, self.at)
-        if found is None:
+        match = _NAME.match(self.text, self.at)
+        if match is None:
             raise self._error("expected the name of a rule")
-        self.at = found.end()
-        return found[0]
+        self.at = match.end()
+        return match[0]
 
     def _options(self, *, nested: bool) -> _Node:
         if self.depth > _DEEPEST:
@@ -199,7 +169,7 @@ class _GbnfReader:
         return options[0] if len(options) == 1 else _OneOf(options)
 
     def _goes_on(self, *, nested: bool) -> bool:
-        """Whether another alternative follows, whose beginning is then reached; it may stand in a line of its own."""
+        """Whether another alternative follows, perhaps on a line of its own; moves to it."""
         at = self.at
         self._space(lines=True)
         if self._take("|"):
@@ -240,25 +210,21 @@ class _GbnfReader:
 
     def _repeated(self, node: _Node) -> _Node:
         self._space()
-        bounds: tuple[int, int | None]
-        if self._take("*"):
-            bounds = 0, None
-        elif self._take("+"):
-            bounds = 1, None
-        elif self._take("?"):
-            bounds = 0, 1
-        elif self._peek() == "{":
-            found = re.compile(r"\{\s*(\d{1,10})\s*(?:(,)\s*(\d{1,10})?\s*)?\}").match(self.text, self.at)
-            if found is None:
-                raise self._error("expected a number of repetitions, as {2}, {2,} or {2,4}")
-            least = int(found[1])
-            bounds = least, (least if found[2] is None else None if found[3] is None else int(found[3]))
-            if bounds[1] is not None and bounds[1] < least:
-                raise self._error("invalid repetition count range")
-            self.at = found.end()
-        else:
+        bounds: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+        if (char := self._peek()) in bounds:
+            self.at += 1
+            return _Repeated(node, *bounds[char])
+        if char != "{":
             return node
-        return _Repeated(node, *bounds)
+        match = _REPETITIONS.match(self.text, self.at)
+        if match is None:
+            raise self._error("expected a number of repetitions, as {2}, {2,} or {2,4}")
+        least = int(match[1])
+        most = least if match[2] is None else None if match[3] is None else int(match[3])
+        if most is not None and most < least:
+            raise self._error("invalid repetition count range")
+        self.at = match.end()
+        return _Repeated(node, least, most)
 
     def _literal(self) -> _Text:
         self.at += 1
@@ -281,11 +247,10 @@ class _GbnfReader:
                     raise self._error("a range of characters ends before it begins")
             ranges.append((low, high))
         self.at += 1
-        return _Text(f"/{write_chars(Chars(normalized(ranges), negated=negated))}/")
+        return _Text(f"/{write_chars(Chars(merge_ranges(ranges), negated=negated))}/")
 
     def _char(self) -> str:
-        char = self._peek()
-        if not char:
+        if not (char := self._peek()):
             raise self._error("unexpected end of the grammar")
         self.at += 1
         if char != "\\":
@@ -305,14 +270,14 @@ class _GbnfReader:
 
 
 def lark_literal(text: str) -> str:
-    """A text as a literal of llguidance's Lark: JSON's, without the control characters that it does not take."""
+    """A text as a literal of llguidance's Lark: JSON's, with C1 control characters escaped."""
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(f"\\u{ord(c):04x}" if 0x7F <= ord(c) < 0xA0 else c for c in quoted)
 
 
 # Lark: github.com/lark-parser/lark, docs/grammar.md
 
-#: What a grammar is read in: strings, regexes and comments first, as they may hold what looks like the rest.
+#: Tokens of Lark: strings, regexes and comments first, since they may contain text that looks like the others.
 _LARK_PARTS = re.compile(
     r"""(?P<string>"(?:\\.|[^"\\\n])*")
     | (?P<token><[^<>\s]+>)
@@ -328,24 +293,19 @@ _LARK_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-
 
 
 def plain_lark(text: str, rewrite_schema: Callable[[str], str]) -> str:
-    """A grammar of Lark in llguidance's dialect, which has no priorities, marks of rules, or some escapes.
+    """A Lark grammar in llguidance's dialect, which lacks priorities, rule marks (``?``, ``!``) and some escapes.
 
-    Priorities and marks (``?``, ``!``) decide which tree a text has, and not whether it is of the grammar.
-
-    Args:
-        rewrite_schema: is given the text of each schema behind ``%json``, and returns it as llguidance reads it.
-
-    Raises:
-        InvalidRequestError: an escape stands for no character, or what follows ``%json`` is no JSON.
+    ``rewrite_schema`` gets the text of each schema behind ``%json``. Raises InvalidRequestError for an escape that is
+    no character, and for invalid JSON.
     """
     written, at = [], 0
-    while (found := _LARK_PARTS.search(text, at)) is not None:
-        written.append(text[at : found.start()])
-        at = found.end()
-        part = found[0]
-        if found["string"]:
+    while (match := _LARK_PARTS.search(text, at)) is not None:
+        written.append(text[at : match.start()])
+        at = match.end()
+        part = match[0]
+        if match["string"]:
             part = _LARK_ESCAPE.sub(_lark_char, part)
-        elif found["json"] and text[at : at + 1] in ("{", "["):
+        elif match["json"] and text[at : at + 1] in ("{", "["):
             try:
                 _, end = json.JSONDecoder().raw_decode(text, at)
             except (ValueError, RecursionError) as e:
@@ -353,21 +313,20 @@ def plain_lark(text: str, rewrite_schema: Callable[[str], str]) -> str:
                 raise InvalidRequestError(f"line {line}: what follows %json is not valid JSON: {e}") from None
             part += rewrite_schema(text[at:end])
             at = end
-        elif found["head"]:
+        elif match["head"]:
             part = part.lstrip(" \t?!").partition(".")[0]
-        elif found["mark"]:
+        elif match["mark"]:
             part = ""
         written.append(part)
     return "".join(written) + text[at:]
 
 
-def _lark_char(found: re.Match[str]) -> str:
-    digits = found[1] or found[2] or found[3]
-    if digits is None:
-        return found[0]
+def _lark_char(escape: re.Match[str]) -> str:
+    if (digits := escape[1] or escape[2] or escape[3]) is None:
+        return escape[0]
     code = int(digits, 16)
-    if 0xD800 <= code < 0xE000 and found[2]:  # half of a pair of JSON's, which llguidance reads
-        return found[0]
+    if 0xD800 <= code < 0xE000 and escape[2]:  # half of a surrogate pair, which llguidance reads
+        return escape[0]
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-        raise InvalidRequestError(f"the escape {found[0]} stands for no character")
+        raise InvalidRequestError(f"the escape {escape[0]} stands for no character")
     return lark_literal(chr(code))[1:-1]

@@ -1,9 +1,9 @@
-"""Regular expressions with look-around, word boundaries and inner anchors, as plain ones that match the same texts.
+"""Writes regexes with look-around, word boundaries and inner anchors as plain regexes that match the same texts.
 
-An alternating automaton (Chandra, Kozen, Stockmeyer, "Alternation", JACM 1981) follows the parts of the regex: a
-look-ahead is a second condition on the rest of the text, a negated one a condition that must fail. Its configurations,
-which are boolean formulas over positions in the regex, are the states of a deterministic automaton. That is minimised,
-and written as a regex by eliminating its states (Brzozowski and McCluskey, 1963).
+An alternating automaton (Chandra, Kozen, Stockmeyer, "Alternation", JACM 1981) runs over the regex: a look-ahead is a
+second condition on the rest of the text, a negated one a condition that must fail. Its configurations, boolean formulas
+over positions in the regex, are the states of a deterministic automaton. That is minimised, and written as a regex by
+eliminating its states (Brzozowski and McCluskey, 1963). ``whole_match`` and ``search`` are the entry points.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from octavo.grammar.ecma_regex import (
     ANYTHING,
     EMPTY,
     MAX_CODE,
+    WORD,
     Assertion,
     Chars,
     Choice,
@@ -30,36 +31,31 @@ from octavo.grammar.ecma_regex import (
     UnsupportedRegexError,
     children,
     complement,
-    normalized,
+    merge_ranges,
     parse,
     quantifier,
     write_chars,
 )
 
-#: Bounds within which an expansion stays: instructions, states, terms of a formula, and characters of the result.
+#: Limits of an expansion: instructions, states, terms of a formula, characters of the result, and character groups.
 _MAX_PROGRAM = 3_000
 _MAX_STATES = 400
 _MAX_TERMS = 200
 _MAX_LENGTH = 50_000
 _MAX_SYMBOLS = 100
-_WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 
-#: A position in the program, and whether the rest of the text must match from there (or must not).
+#: A position in the program, and whether the rest of the text must match from there, or must not.
 _Literal = tuple[int, bool]
-#: A disjunction of conjunctions; without terms it is false, with an empty term true.
+#: A disjunction of conjunctions: without terms false, with an empty term true.
 _Formula = frozenset[frozenset[_Literal]]
 _FALSE: _Formula = frozenset()
 _TRUE: _Formula = frozenset({frozenset()})
 
 
-def expanded(node: Node) -> str:
-    """A regex of Rust without assertions that matches exactly the whole texts that the node matches.
-
-    Raises:
-        UnsupportedRegexError: it would be too large.
-    """
+def expand_look_around(node: Node) -> str:
+    """A regex of Rust without assertions for the same whole texts; raises UnsupportedRegexError beyond the limits."""
     symbols = _Symbols(node)
-    start, moves, accepting = _minimised(*_determinised(_Program(node, symbols), symbols))
+    start, moves, accepting = _minimise(*_determinise(_Program(node, symbols), symbols))
     return _regex_of(start, moves, accepting, symbols)
 
 
@@ -68,20 +64,20 @@ def _too_large() -> UnsupportedRegexError:
 
 
 class _Symbols:
-    """Characters in groups that no set of the regex tells apart."""
+    """The alphabet: groups of characters that no set of the regex tells apart."""
 
     def __init__(self, node: Node) -> None:
-        found: set[Chars] = {ANY}  # before what look-behinds hold
+        charsets: set[Chars] = {ANY}  # of look-behinds
         bounded = False
         waiting = [node]
         while waiting:
             part = waiting.pop()
             if isinstance(part, Chars):
-                found.add(part)
+                charsets.add(part)
             bounded = bounded or (isinstance(part, Assertion) and part.kind in "bB")
             waiting += children(part)
-        sets = {chars: _ranges_of(chars) for chars in found}
-        tests = [*sets.values(), _WORD] if bounded else [*sets.values()]
+        sets = {chars: _ranges_of(chars) for chars in charsets}
+        tests = [*sets.values(), WORD] if bounded else [*sets.values()]
         cuts = sorted({0, *(cut for ranges in tests for low, high in ranges for cut in (low, high + 1))})
         pieces = [(low, high - 1) for low, high in zip(cuts, [*cuts[1:], MAX_CODE + 1], strict=True) if low < high]
         groups: dict[tuple[bool, ...], list[tuple[int, int]]] = {}
@@ -91,8 +87,8 @@ class _Symbols:
         if len(groups) > _MAX_SYMBOLS:
             raise _too_large()
         #: The ranges of each symbol.
-        self.ranges = [normalized(group) for group in groups.values()]
-        #: The symbols of each set, and of words.
+        self.ranges = [merge_ranges(group) for group in groups.values()]
+        #: The symbols of each set, and of word characters.
         self.of = {chars: frozenset(k for k, key in enumerate(groups) if key[i]) for i, chars in enumerate(sets)}
         self.word = frozenset(k for k, key in enumerate(groups) if bounded and key[-1])
 
@@ -101,50 +97,49 @@ class _Symbols:
 
 
 def _membership(ranges: Ranges, pieces: list[tuple[int, int]]) -> list[bool]:
-    """Whether each piece is within the ranges; both are in order."""
-    found, i = [], 0
+    """Whether each piece is within the ranges; both are sorted."""
+    is_member, i = [], 0
     for low, _ in pieces:
         while i < len(ranges) and ranges[i][1] < low:
             i += 1
-        found.append(i < len(ranges) and ranges[i][0] <= low)
-    return found
+        is_member.append(i < len(ranges) and ranges[i][0] <= low)
+    return is_member
 
 
 def _ranges_of(chars: Chars) -> Ranges:
     ranges = [*chars.ranges]
     for name, negated in chars.properties:
-        found = _property(name)
-        ranges += complement(found) if negated else found
+        category = _property(name)
+        ranges += complement(category) if negated else category
     if chars.folded:
         ranges += _other_cases(ranges)
-    return complement(ranges) if chars.negated else normalized(ranges)
+    return complement(ranges) if chars.negated else merge_ranges(ranges)
 
 
 def _other_cases(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    found = []
-    for low, high in normalized(ranges):
+    cases = []
+    for low, high in merge_ranges(ranges):
         for code in range(low, min(high, 0x1FFFF) + 1):
             for other in {chr(code).lower(), chr(code).upper()}:
                 if len(other) == 1 and ord(other) != code:
-                    found.append((ord(other), ord(other)))
-    return found
+                    cases.append((ord(other), ord(other)))
+    return cases
 
 
 @functools.cache
 def _property(name: str) -> Ranges:
-    """The characters of a general category of Unicode."""
     short = name.partition("=")[2] or name
     short = {"Letter": "L", "Number": "N", "Punctuation": "P", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll",
              "Decimal_Number": "Nd", "Symbol": "S", "Mark": "M", "Separator": "Z"}.get(short, short)  # fmt: skip
     if not (1 <= len(short) <= 2 and short[0] in "LMNPSZC"):
         raise UnsupportedRegexError(f"the property {name} is not supported beside look-around")
     codes = [c for c in range(sys.maxunicode + 1) if unicodedata.category(chr(c)).startswith(short)]
-    return normalized((code, code) for code in codes)
+    return merge_ranges((code, code) for code in codes)
 
 
 @dataclass(frozen=True)
 class _Step:
-    """An instruction: ``chars`` consume a symbol, the other kinds do not."""
+    """An instruction; only ``chars`` consumes a symbol."""
 
     kind: str
     then: tuple[int, ...] = ()
@@ -154,12 +149,10 @@ class _Step:
 
 
 class _Program:
-    """The instructions of a regex; ``start`` is the first."""
-
     def __init__(self, node: Node, symbols: _Symbols) -> None:
         self.steps: list[_Step] = []
         self._symbols = symbols
-        #: Programs that are followed from the beginning of the text, of look-behinds.
+        #: First instructions of look-behinds, which run from the beginning of the text.
         self.behind: list[int] = []
         self.start = self._compile(node, self._add(_Step("end")))
 
@@ -170,7 +163,7 @@ class _Program:
         return len(self.steps) - 1
 
     def _compile(self, node: Node, then: int) -> int:
-        """The first instruction of a node, after which ``then`` follows."""
+        """The first instruction of a node whose successor is ``then``."""
         if isinstance(node, Chars):
             return self._add(_Step("chars", (then,), self._symbols.of[node]))
         if isinstance(node, Sequence):
@@ -184,7 +177,7 @@ class _Program:
         if isinstance(node, Repeat):
             return self._repeat(node, then)
         if node.behind:
-            # What is behind matches if any beginning of the text ends with it.
+            # A look-behind matches if the text before it ends with its part.
             self.behind.append(self._compile(Sequence((ANYTHING, node.part)), self._add(_Step("here"))))
             return self._add(_Step("behind", (then,), look=len(self.behind) - 1, negated=node.negated))
         look = self._compile(node.part, self._add(_Step("all")))
@@ -206,29 +199,27 @@ class _Program:
 
 @dataclass
 class _Place:
-    """What an instruction sees that consumes nothing: the symbols before and after it; None: there is none."""
+    """The symbols around a position of the text; None: there is none."""
 
     before: int | None
     after: int | None
-    #: Whether what each look-behind holds ends here.
+    #: For each look-behind, whether its part ends here.
     behind: list[bool] = field(default_factory=list)
 
 
 class _Machine:
-    """Follows a program: what must match after a symbol, and whether a text may end."""
-
     def __init__(self, program: _Program, symbols: _Symbols) -> None:
         self._steps, self._word = program.steps, symbols.word
 
     def after(self, formula: _Formula, place: _Place) -> _Formula:
-        """What must hold of the text behind ``place.after``; at the end of the text, true or false."""
+        """The condition on the text behind ``place.after``; at the end of the text, true or false."""
         memo: dict[int, _Formula] = {}
         terms = _FALSE
         for term in formula:
             product = _TRUE
             for position, positive in term:
-                found = self._expand(position, place, memo, set())
-                product = _both(product, found if positive else _not(found))
+                condition = self._expand(position, place, memo, set())
+                product = _both(product, condition if positive else _not(condition))
                 if not product:
                     break
             terms = _either(terms, product)
@@ -237,15 +228,15 @@ class _Machine:
     def _expand(self, position: int, place: _Place, memo: dict[int, _Formula], on_way: set[int]) -> _Formula:
         if position in memo:
             return memo[position]
-        if position in on_way:  # a loop that consumes nothing adds nothing
+        if position in on_way:  # an empty loop adds nothing
             return _FALSE
         step = self._steps[position]
         on_way.add(position)
-        found = self._formula(step, lambda other: self._expand(other, place, memo, on_way), place)
+        formula = self._formula(step, lambda other: self._expand(other, place, memo, on_way), place)
         on_way.discard(position)
         if not on_way:
-            memo[position] = found
-        return found
+            memo[position] = formula
+        return formula
 
     def _formula(self, step: _Step, expand: Callable[[int], _Formula], place: _Place) -> _Formula:
         if step.kind == "chars":
@@ -254,10 +245,8 @@ class _Machine:
             return frozenset({frozenset({(step.then[0], True)})})
         if step.kind == "end":
             return _TRUE if place.after is None else _FALSE
-        if step.kind == "all":
-            return _TRUE
-        if step.kind == "here":  # only what ends at this place counts, see ``ends_here``
-            return _FALSE
+        if step.kind in ("all", "here"):  # "here" is evaluated by ``ends_here``
+            return _TRUE if step.kind == "all" else _FALSE
         if step.kind == "split":
             return functools.reduce(_either, (expand(position) for position in step.then), _FALSE)
         if step.kind == "look":
@@ -273,11 +262,10 @@ class _Machine:
             return place.after is None
         if step.kind == "behind":
             return place.behind[step.look] != step.negated
-        at_boundary = (place.before in self._word) != (place.after in self._word)
-        return at_boundary == (step.kind == "b")
+        return ((place.before in self._word) != (place.after in self._word)) == (step.kind == "b")
 
     def ends_here(self, formula: _Formula, place: _Place) -> bool:
-        """Whether a look-behind's program has reached its end with what is before this place."""
+        """Whether a look-behind's program has reached its end before this place."""
         waiting, seen = [position for term in formula for position, _ in term], set[int]()
         while waiting:
             position = waiting.pop()
@@ -294,8 +282,8 @@ class _Machine:
         return False
 
 
-def _simplified(terms: Iterable[frozenset[_Literal]]) -> _Formula:
-    """Without terms that contradict themselves, and without those that others imply."""
+def _simplify(terms: Iterable[frozenset[_Literal]]) -> _Formula:
+    """The formula without contradictory and implied terms."""
     kept: list[frozenset[_Literal]] = []
     for term in sorted(set(terms), key=len):
         if any((position, not positive) in term for position, positive in term):
@@ -308,7 +296,7 @@ def _simplified(terms: Iterable[frozenset[_Literal]]) -> _Formula:
 
 
 def _either(a: _Formula, b: _Formula) -> _Formula:
-    return _simplified([*a, *b]) if a and b else a or b
+    return _simplify([*a, *b]) if a and b else a or b
 
 
 def _both(a: _Formula, b: _Formula) -> _Formula:
@@ -316,33 +304,30 @@ def _both(a: _Formula, b: _Formula) -> _Formula:
         return b if a == _TRUE else a
     if len(a) * len(b) > _MAX_TERMS * 10:
         raise _too_large()
-    return _simplified(x | y for x in a for y in b)
+    return _simplify(x | y for x in a for y in b)
 
 
 def _not(formula: _Formula) -> _Formula:
-    found = _TRUE
+    negation = _TRUE
     for term in formula:
-        found = _both(found, frozenset(frozenset({(position, not positive)}) for position, positive in term))
-    return found
+        negation = _both(negation, frozenset(frozenset({(position, not positive)}) for position, positive in term))
+    return negation
 
 
-#: What is known after a beginning of a text: the condition on the rest, those of look-behinds, the last symbol.
+#: After a start of a text: the condition on the rest, those of look-behinds, and the last symbol.
 _State = tuple[_Formula, tuple[_Formula, ...], int | None]
 
 
-def _determinised(program: _Program, symbols: _Symbols) -> tuple[list[list[int]], list[bool]]:
-    """Moves [state][symbol], of which state 0 is the first, and which states may end."""
+def _determinise(program: _Program, symbols: _Symbols) -> tuple[list[list[int]], list[bool]]:
+    """Moves [state][symbol], from state 0 on, and which states accept."""
     machine = _Machine(program, symbols)
-    kinds = {step.kind for step in program.steps}
-    before_matters = not kinds.isdisjoint({"b", "B", "^"}) or bool(program.behind)
+    before_matters = bool(program.behind) or any(step.kind in ("b", "B", "^") for step in program.steps)
 
-    def known(symbol: int | None) -> int | None:
-        """A symbol that stands for all that count as the same when it has gone by."""
-        if symbol is None or not before_matters:
-            return None if symbol is None else 0
-        if symbol in symbols.word:
-            return min(symbols.word)
-        return next(i for i in range(len(symbols)) if i not in symbols.word)
+    def representative(symbol: int) -> int:
+        """One symbol for all that are equivalent as the last symbol."""
+        if not before_matters:
+            return 0
+        return min(symbols.word) if symbol in symbols.word else min({*range(len(symbols))} - symbols.word)
 
     first: _State = (
         frozenset({frozenset({(program.start, True)})}),
@@ -361,7 +346,7 @@ def _determinised(program: _Program, symbols: _Symbols) -> tuple[list[list[int]]
             state: _State = (
                 machine.after(formula, place),
                 tuple(machine.after(one, place) for one in behind),
-                known(symbol),
+                representative(symbol),
             )
             if not state[0]:
                 state = (_FALSE, (), None)
@@ -375,8 +360,8 @@ def _determinised(program: _Program, symbols: _Symbols) -> tuple[list[list[int]]
     return moves, accepting
 
 
-def _minimised(moves: list[list[int]], accepting: list[bool]) -> tuple[int, list[list[int]], list[bool]]:
-    """The smallest automaton of the same language (Moore's partition refinement): first state, moves, ends."""
+def _minimise(moves: list[list[int]], accepting: list[bool]) -> tuple[int, list[list[int]], list[bool]]:
+    """The smallest automaton of the same language (Moore's partition refinement): first state, moves, accepting."""
     block = [int(end) for end in accepting]
     count = 0
     while len(set(block)) != count:
@@ -389,7 +374,7 @@ def _minimised(moves: list[list[int]], accepting: list[bool]) -> tuple[int, list
 
 
 def _regex_of(start: int, moves: list[list[int]], accepting: list[bool], symbols: _Symbols) -> str:
-    """A regex of an automaton's language, by eliminating its states; "" between edges stands for the empty text."""
+    """A regex of the automaton's language, by eliminating states; an edge "" matches the empty text."""
     first, last = -1, -2
     edges: dict[int, dict[int, str]] = {first: {start: ""}, last: {}}
     for i, row in enumerate(moves):
@@ -399,7 +384,9 @@ def _regex_of(start: int, moves: list[list[int]], accepting: list[bool], symbols
         edges[i] = {target: write_chars(_as_chars(ranges)) for target, ranges in groups.items()}
         if accepting[i]:
             edges[i][last] = ""
-    useful = _leading_to(last, edges)
+    useful = {last}
+    while more := {i for i, out in edges.items() if i not in useful and not useful.isdisjoint(out)}:
+        useful |= more
     if start not in useful:
         return r"[^\x{0}-\x{10FFFF}]"
     edges = {i: {j: text for j, text in out.items() if j in useful} for i, out in edges.items() if i in useful}
@@ -420,111 +407,85 @@ def _eliminate(state: int, edges: dict[int, dict[int, str]], into: dict[int, lis
         head = edges[source].pop(state)
         for target, tail in out.items():
             text = head + again + tail
-            known = edges[source].get(target)
-            edges[source][target] = text if known is None or known == text else _union(known, text)
-
-
-def _union(a: str, b: str) -> str:
-    if "" in (a, b):
-        return f"(?:{a or b})?"
-    return f"(?:{a}|{b})"
-
-
-def _leading_to(last: int, edges: dict[int, dict[int, str]]) -> set[int]:
-    found, grows = {last}, True
-    while grows:
-        more = {i for i, out in edges.items() if i not in found and not found.isdisjoint(out)}
-        found |= more
-        grows = bool(more)
-    return found
+            if (old := edges[source].get(target)) is None or old == text:
+                edges[source][target] = text
+            else:
+                edges[source][target] = f"(?:{old}|{text})" if old and text else f"(?:{old or text})?"
 
 
 def _as_chars(ranges: list[tuple[int, int]]) -> Chars:
-    """Written by what is shorter, the set or its complement."""
-    inside = normalized(ranges)
-    outside = complement(inside)
+    """The set, or its complement negated if that is shorter."""
+    inside, outside = merge_ranges(ranges), complement(ranges)
     return Chars(outside, negated=True) if len(outside) < len(inside) else Chars(inside)
 
 
-# Regexes of ECMA-262 as regexes of Rust's crate ``regex`` that match whole texts.
+# From regexes of ECMA-262 to regexes of Rust's crate ``regex``.
 
-#: Most characters between look-around and the end of a text that are counted.
+#: Maximum characters between look-around and the end of a text that are counted.
 _LONGEST_COUNT = 200
 
 
 def whole_match(text: str) -> list[str]:
-    """Regexes of Rust that each match a whole text if and only if the whole text matches the given one.
+    """Regexes of Rust, all of which a whole text matches if and only if it matches this one; raises RegexError.
 
-    Several stand for a conjunction: of look-around whose place in the text is known, and of the rest.
-
-    Raises:
-        RegexError: see ``parse``; look-around that is too large is an ``UnsupportedRegexError``.
+    Several are a conjunction of look-around whose place in the text is known, and of the rest.
     """
-    return [_written(part) for part in _conjuncts(parse(text), begins=True, ends=True)]
+    return [_write_regex(part) for part in _conjuncts(parse(text), begins=True, ends=True)]
 
 
 def search(text: str) -> list[str]:
-    """As ``whole_match``, of the texts in which the regex matches somewhere, as JSON Schema's ``pattern`` means it."""
+    """As ``whole_match``, for texts with a match anywhere, as JSON Schema's ``pattern`` means it."""
     node = parse(text)
     parts = _flat(node)
     begins, ends = parts[:1] == (Assertion("^"),), parts[-1:] == (Assertion("$"),)
-    found = []
+    regexes = []
     for part in _conjuncts(node, begins=begins, ends=ends):
         before = () if begins else (ANYTHING,)
-        found.append(_written(Sequence((*before, part, ANYTHING))))
-    return found
+        regexes.append(_write_regex(Sequence((*before, part, ANYTHING))))
+    return regexes
 
 
 def single_search(text: str) -> str:
-    """As ``search``, in one regex."""
-    return _written(Sequence((ANYTHING, parse(text), ANYTHING)))
+    return _write_regex(Sequence((ANYTHING, parse(text), ANYTHING)))
 
 
 def single_whole_match(text: str) -> str:
-    """As ``whole_match``, in one regex."""
-    return _written(parse(text))
+    return _write_regex(parse(text))
 
 
 def has_look(node: Node) -> bool:
-    """Whether an automaton is needed to write it: it has look-around, or an anchor that is not at an end."""
-    if isinstance(node, Assertion | Look):
-        return True
-    return any(map(has_look, children(node)))
+    """Whether the node has look-around or anchors, so that it may need an automaton."""
+    return isinstance(node, Assertion | Look) or any(map(has_look, children(node)))
 
 
 def _flat(node: Node) -> tuple[Node, ...]:
-    """The parts of a sequence, also of those within it."""
     if not isinstance(node, Sequence):
         return (node,)
     return tuple(inner for part in node.parts for inner in _flat(part))
 
 
 def _conjuncts(node: Node, *, begins: bool, ends: bool) -> list[Node]:
-    """Regexes of which a text must match all.
+    """Regexes of which a text must match all; ``begins``, ``ends``: the regex is anchored to the start, to the end.
 
-    Look-around before which, or after which, a known number of characters stands, is a condition of its own: so each
-    is expanded alone, and what is left needs no expansion.
-
-    Args:
-        begins: the regex matches from the beginning of the text; ends: to its end.
+    Look-around with a known number of characters before or after it becomes a condition, expanded alone.
     """
     parts = _flat(node)
-    found: list[Node] = []
+    conditions: list[Node] = []
     rest: list[Node] = []
     for i, part in enumerate(parts):
         before, after = _length(parts[:i]), _length(parts[i + 1 :])
         if isinstance(part, Look) and begins and before is not None:
             inner = part if part.negated or part.behind else part.part
-            found.append(Sequence((Assertion("^"), Repeat(ANY, before, before), inner, ANYTHING)))
+            conditions.append(Sequence((Assertion("^"), Repeat(ANY, before, before), inner, ANYTHING)))
         elif isinstance(part, Look) and ends and after is not None:
-            found.append(Sequence((ANYTHING, part, Repeat(ANY, after, after), Assertion("$"))))
+            conditions.append(Sequence((ANYTHING, part, Repeat(ANY, after, after), Assertion("$"))))
         else:
             rest.append(part)
-    return [*found, Sequence(tuple(rest))] if found else [node]
+    return [*conditions, Sequence(tuple(rest))] if conditions else [node]
 
 
 def _length(parts: tuple[Node, ...]) -> int | None:
-    """How many characters any text has that these match; None: not all have the same number."""
+    """The length of all texts that the parts match; None if it varies."""
     total = 0
     for part in parts:
         if isinstance(part, Chars):
@@ -543,38 +504,34 @@ def _length(parts: tuple[Node, ...]) -> int | None:
     return total
 
 
-def _written(node: Node) -> str:
-    """A regex of Rust that matches the whole texts that the node matches."""
-    plain = _without_anchors(node)
-    if plain is not None and not has_look(plain):
+def _write_regex(node: Node) -> str:
+    if (plain := _strip_anchors(node)) is not None and not has_look(plain):
         return _plain(plain)
-    return expanded(node)
+    return expand_look_around(node)
 
 
-def _without_anchors(node: Node) -> Node | None:
-    """The same without anchors at its ends; None: it has such between other parts."""
+def _strip_anchors(node: Node) -> Node | None:
+    """The node without anchors at its ends; None if it has anchors elsewhere."""
     if not has_look(node):
         return node
     parts = [part for part in _flat(node) if part != EMPTY]
-    # Alternatives at the ends decide for themselves whether they are anchored.
+    # Alternatives at the ends are anchored one by one.
     for i, part in enumerate(parts):
         if isinstance(part, Choice) and has_look(part) and len(part.options) <= 100:
             before, after = parts[:i], parts[i + 1 :]
             if all(p == ANYTHING or p == Assertion("^") for p in before) and all(
                 p == ANYTHING or p == Assertion("$") for p in after
             ):
-                options = [_without_anchors(Sequence((*before, option, *after))) for option in part.options]
+                options = [_strip_anchors(Sequence((*before, option, *after))) for option in part.options]
                 if all(option is not None for option in options):
                     return Choice(tuple(option for option in options if option is not None))
             return None
-    anchors = [i for i, part in enumerate(parts) if part == Assertion("^")]
-    if anchors:
-        # Before a beginning nothing but the empty text can stand.
+    if anchors := [i for i, part in enumerate(parts) if part == Assertion("^")]:
+        # Only the empty text can stand before the beginning.
         if any(part not in (ANYTHING, Assertion("^")) for part in parts[: anchors[-1]]):
             return None
         parts = parts[anchors[-1] + 1 :]
-    anchors = [i for i, part in enumerate(parts) if part == Assertion("$")]
-    if anchors:
+    if anchors := [i for i, part in enumerate(parts) if part == Assertion("$")]:
         if any(part not in (ANYTHING, Assertion("$")) for part in parts[anchors[0] + 1 :]):
             return None
         parts = parts[: anchors[0]]
@@ -582,7 +539,6 @@ def _without_anchors(node: Node) -> Node | None:
 
 
 def _plain(node: Node) -> str:
-    """A node without assertions as a regex of Rust."""
     if isinstance(node, Chars):
         return write_chars(node)
     if isinstance(node, Sequence):
@@ -590,7 +546,5 @@ def _plain(node: Node) -> str:
     if isinstance(node, Choice):
         return "|".join(map(_plain, node.options))
     assert isinstance(node, Repeat)
-    inner = _plain(node.part)
-    if not isinstance(node.part, Chars):
-        inner = f"(?:{inner})"
+    inner = _plain(node.part) if isinstance(node.part, Chars) else f"(?:{_plain(node.part)})"
     return inner + quantifier(node.least, node.most)

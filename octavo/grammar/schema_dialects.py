@@ -1,8 +1,8 @@
-"""Schemas as generators and older drafts write them, in the keywords that llguidance follows.
+"""Rewrites JSON schemas of generators, OpenAPI and older drafts into the keywords that llguidance supports.
 
-A keyword is rewritten into others that allow the same values, or fewer. If there are none, it is *relaxed*: left out
-and reported, so that outputs are valid by the schema without it. Refusing it instead would refuse most schemas that
-generators write, for keywords (``uniqueItems``, ``format: path``) that their users never chose; ``strict`` does.
+A keyword is rewritten into others that allow the same values, or fewer. Where that is impossible it is *relaxed*: left
+out and reported, so that outputs are valid by the schema without it. Refusing it would refuse most generated schemas
+for keywords (``uniqueItems``, ``format: path``) that their users never chose; ``strict`` does refuse it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from octavo.grammar.regex_automaton import search, single_search
 
 Schema = dict[str, Any]
 
-#: Bounds of numbers that llguidance reads as they are: it has integers of 64 bits.
+#: Bounds of numbers that llguidance reads exactly: 64-bit integers; doubles above ``LEAST``.
 LARGEST = (1 << 63) - 1
-#: The least bound that it reads as a double, without overflow.
 LEAST = -(1 << 63) + 1024
 #: The types of JSON values; an integer is also a number.
 TYPES = ("null", "boolean", "number", "string", "array", "object")
@@ -27,10 +26,10 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 ENFORCED_FORMATS = frozenset(
     {"date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-#: Formats that restrict no value: hints of OpenAPI about how a value is shown or stored.
+#: Formats without effect on values: hints of OpenAPI about display and storage.
 _FREE_FORMATS = frozenset({"password", "binary", "float", "double"})
 _UUID = "^[0-9a-fA-F]{{8}}-[0-9a-fA-F]{{4}}-{}[0-9a-fA-F]{{3}}-[89abAB][0-9a-fA-F]{{3}}-[0-9a-fA-F]{{12}}$"
-#: Formats that a regular expression says.
+#: Formats as regexes.
 _FORMAT_PATTERNS = {
     "byte": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
     "base64": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
@@ -44,16 +43,20 @@ _INTEGER_FORMATS = {
     **{f"int{bits}": (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (8, 16, 32, 64)},
 }  # fmt: skip
-#: Keywords that cannot be rewritten; those of the last line only speak with ``if`` or ``contains``.
-RELAXED = (
+#: Keywords that cannot be rewritten, and those that only count beside ``if`` or ``contains``.
+_UNWRITABLE = (
     "$dynamicRef", "$recursiveRef", "dependencies", "dependentRequired", "dependentSchemas", "disallow", "divisibleBy",
     "extends", "unevaluatedItems",
 )  # fmt: skip
-_SILENT = ("$dynamicAnchor", "$recursiveAnchor", "then", "else", "minContains", "maxContains")
-#: Most names that ``propertyNames`` is rewritten to.
+_DEPENDENT = ("$dynamicAnchor", "$recursiveAnchor", "then", "else", "minContains", "maxContains")
+#: Keywords that restrict values in JSON Schema and are relaxed here.
+RELAXED = frozenset({*_UNWRITABLE, *_DEPENDENT, "if", "contains"})
+#: Maximum names that ``propertyNames`` is rewritten to.
 _MOST_NAMES = 1_000
+#: Keywords without effect on values.
+_NOTES = frozenset({"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"})
 
-#: Is told the JSON pointer of a keyword that is left out.
+#: Receives the path of a schema and the keyword that is relaxed there.
 Report = Callable[[str, str], None]
 
 
@@ -61,17 +64,13 @@ class Dialect:
     """Rewrites the keywords of the schemas of one document, in place."""
 
     def __init__(self, root: Schema, report: Report, resolve: Callable[[Schema], Schema]) -> None:
-        """``report`` is told of what is relaxed: the path of a schema, and a keyword of it.
-
-        ``resolve``: the schema that a ``$ref`` means, or the one that is given.
-        """
+        """``resolve``: the schema that a ``$ref`` means, or the given one."""
         self._report = report
         self._resolve = resolve
-        # A schema that names its draft is of JSON Schema, where ``nullable`` means nothing.
+        # A schema that names its draft is JSON Schema, which has no ``nullable``.
         self._is_openapi = "$schema" not in root
 
     def rewrite(self, path: str, schema: Schema) -> None:
-        """Rewrites the keywords of one schema, but those within it."""
         self._exclusive(schema)
         self._nullable(schema)
         self._bounds(path, schema)
@@ -88,7 +87,7 @@ class Dialect:
         self._report(path, keyword)
 
     def _exclusive(self, schema: Schema) -> None:
-        """Draft 4: true says that the bound beside it is exclusive."""
+        """Draft 4: true makes the bound beside it exclusive."""
         for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
             if isinstance(value := schema.get(exclusive), bool):
                 del schema[exclusive]
@@ -96,18 +95,18 @@ class Dialect:
                     schema[exclusive] = schema.pop(bound)
 
     def _nullable(self, schema: Schema) -> None:
-        """OpenAPI 3.0: null is allowed beside the type of the same schema."""
+        """OpenAPI 3.0: allows null beside the type of the same schema."""
         types = schema.get("type")
         if schema.get("nullable") is True and self._is_openapi and types is not None:
             listed = types if isinstance(types, list) else [types]
             if "null" not in listed:
                 schema["type"] = [*listed, "null"]
-                # An enum lists all values, and generators forget null there.
+                # An enum lists all values; generators forget null there.
                 if isinstance(values := schema.get("enum"), list) and None not in values:
                     schema["enum"] = [*values, None]
 
     def _bounds(self, path: str, schema: Schema) -> None:
-        """Bounds beyond 64 bits: a tighter one where there is, since outputs need not have every value."""
+        """Bounds beyond 64 bits become tighter ones if possible, as outputs need not have every value."""
         for keyword, sign in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
             value = schema.get(keyword)
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -118,10 +117,10 @@ class Dialect:
             if value * sign > 0:
                 del schema[keyword]
                 inclusive = "minimum" if sign < 0 else "maximum"
-                known = schema.get(inclusive)
-                if not isinstance(known, int | float) or abs(known) > largest:
+                present = schema.get(inclusive)
+                if not isinstance(present, int | float) or abs(present) > largest:
                     schema[inclusive] = sign * largest
-            elif abs(value) > LARGEST:  # all that it allows is beyond
+            elif abs(value) > LARGEST:  # only values beyond the limits are allowed
                 self._relax(path, schema, keyword)
         step = schema.get("multipleOf")
         if isinstance(step, int | float) and not isinstance(step, bool) and step > LARGEST:
@@ -129,7 +128,7 @@ class Dialect:
         for keyword in ("maxLength", "maxItems", "maxProperties"):
             value = schema.get(keyword)
             if isinstance(value, int | float) and not isinstance(value, bool) and value > LARGEST:
-                del schema[keyword]  # nothing is so long
+                del schema[keyword]  # no value is that long
 
     def _format(self, path: str, schema: Schema) -> None:
         name = schema.get("format")
@@ -138,7 +137,10 @@ class Dialect:
         if bounds := _INTEGER_FORMATS.get(name):
             del schema["format"]
             if allows(schema, "number"):
-                self._within(path, schema, *bounds)
+                for bound, value in zip(("minimum", "maximum"), bounds, strict=True):
+                    if not isinstance(schema.get(bound, schema.get(f"exclusive{bound.title()}")), int | float):
+                        schema[bound] = value
+                self._bounds(path, schema)
         elif name in _FREE_FORMATS or not allows(schema, "string", "number" if name not in ENFORCED_FORMATS else ""):
             del schema["format"]
         elif name in _FORMAT_PATTERNS:
@@ -147,19 +149,10 @@ class Dialect:
         else:
             self._relax(path, schema, "format")
 
-    def _within(self, path: str, schema: Schema, low: int, high: int) -> None:
-        if not isinstance(schema.get("minimum", schema.get("exclusiveMinimum")), int | float):
-            schema["minimum"] = low
-        if not isinstance(schema.get("maximum", schema.get("exclusiveMaximum")), int | float):
-            schema["maximum"] = high
-        self._bounds(path, schema)
-
     def _not(self, path: str, schema: Schema) -> None:
         if "not" not in schema:
             return
-        other = schema["not"]
-        if isinstance(other, dict):
-            other = {key: value for key, value in self._resolve(other).items() if key not in _NOTES}
+        other = self._plain(schema["not"])
         if other is False:
             del schema["not"]
         elif other in (True, {}):
@@ -170,22 +163,25 @@ class Dialect:
             self._relax(path, schema, "not")
 
     def _exclude(self, schema: Schema, other: Schema) -> bool:
-        """Excludes the values of another schema by other keywords; false, and unchanged, if that cannot be done."""
         trial = {keyword: value for keyword, value in schema.items() if keyword != "not"}
         options = other["anyOf"] if set(other) == {"anyOf"} and isinstance(other["anyOf"], list) else [other]
         for option in options:
-            named = self._resolve(option) if isinstance(option, dict) else None
-            if named is None or not _excluded(trial, {k: v for k, v in named.items() if k not in _NOTES}):
+            if not isinstance(option, dict) or not _exclude_schema(trial, self._plain(option)):
                 return False
         schema.clear()
         schema.update(trial)
         return True
 
+    def _plain(self, schema: Any) -> Any:
+        """What a schema or its reference means, without annotations."""
+        if not isinstance(schema, dict):
+            return schema
+        return {key: value for key, value in self._resolve(schema).items() if key not in _NOTES}
+
     def _lists(self, path: str, schema: Schema) -> None:
         if "uniqueItems" in schema and isinstance(schema["uniqueItems"], bool):
             most = schema.get("maxItems")
-            one = isinstance(most, int) and most <= 1
-            if not schema["uniqueItems"] or one or not allows(schema, "array"):
+            if not schema["uniqueItems"] or (isinstance(most, int) and most <= 1) or not allows(schema, "array"):
                 del schema["uniqueItems"]
             else:
                 self._relax(path, schema, "uniqueItems")
@@ -201,36 +197,33 @@ class Dialect:
                 self._relax(path, schema, "if")
             else:
                 del schema["if"]
-        for keyword in _SILENT:
+        for keyword in _DEPENDENT:
             schema.pop(keyword, None)
-        for keyword in RELAXED:
+        for keyword in _UNWRITABLE:
             if keyword in schema:
                 self._relax(path, schema, keyword)
 
     def _property_names(self, path: str, schema: Schema) -> None:
         if "propertyNames" not in schema:
             return
-        names = schema["propertyNames"]
-        if isinstance(names, dict):
-            names = {key: value for key, value in self._resolve(names).items() if key not in _NOTES}
+        names = self._plain(schema["propertyNames"])
         if (
             names in (True, {}, {"type": "string"})
             or not allows(schema, "object")
-            or (isinstance(names, dict) and _named(schema, names))
+            or (isinstance(names, dict) and _restrict_names(schema, names))
         ):
             del schema["propertyNames"]
         else:
             self._relax(path, schema, "propertyNames")
 
     def _unevaluated(self, path: str, schema: Schema) -> None:
-        """Without other schemas of the same object, it means what ``additionalProperties`` does."""
+        """The same as ``additionalProperties`` where no other schema describes the object."""
         if "unevaluatedProperties" not in schema:
             return
         if schema["unevaluatedProperties"] is True or "additionalProperties" in schema:
             del schema["unevaluatedProperties"]
             return
-        named = self._names(schema, 0)
-        if named is None:
+        if (named := self._names(schema, 0)) is None:
             self._relax(path, schema, "unevaluatedProperties")
             return
         schema["additionalProperties"] = schema.pop("unevaluatedProperties")
@@ -239,12 +232,12 @@ class Dialect:
             schema["properties"] = {**dict.fromkeys(named, True), **(own if isinstance(own, dict) else {})}
 
     def _names(self, schema: Schema, depth: int) -> list[str] | None:
-        """The properties that a schema and those beside it name; None: it depends on the value."""
+        """The properties that a schema and its conjuncts name; None if that depends on the value."""
         if depth > 20 or not {"anyOf", "oneOf", "if", "$dynamicRef", "dependentSchemas"}.isdisjoint(schema):
             return None
         if depth and not {"additionalProperties", "patternProperties"}.isdisjoint(schema):
             return None
-        found = list(schema.get("properties") or ())
+        properties = list(schema.get("properties") or ())
         beside = [part for part in schema.get("allOf") or () if isinstance(part, dict)]
         if "$ref" in schema:
             target = self._resolve(schema)
@@ -252,14 +245,13 @@ class Dialect:
                 return None
             beside.append(target)
         for part in beside:
-            names = self._names(part, depth + 1)
-            if names is None:
+            if (names := self._names(part, depth + 1)) is None:
                 return None
-            found += names
-        return found
+            properties += names
+        return properties
 
     def _counts_of_properties(self, path: str, schema: Schema) -> None:
-        """How many properties: names that a schema does not name may come twice, so they count for one."""
+        """Names beside ``properties`` may come twice, so that they count for one."""
         required = schema.get("required")
         needed = len(set(required)) if isinstance(required, list) and all(isinstance(n, str) for n in required) else 0
         least = schema.get("minProperties")
@@ -270,16 +262,8 @@ class Dialect:
                 self._relax(path, schema, "minProperties")
 
 
-#: Keywords that say nothing about values.
-_NOTES = frozenset({"$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly"})
-
-
 def translate_patterns(path: str, schema: Schema, report: Report) -> None:
-    """Writes the regexes of one schema as llguidance reads them.
-
-    Raises:
-        RegexError: with the keyword, and what is wrong: one is no regex.
-    """
+    """Rewrites a schema's regexes for llguidance; raises RegexError, with the keyword, for invalid ones."""
     if isinstance(pattern := schema.get("pattern"), str):
         try:
             first, *more = [f"^(?:{part})$" for part in search(pattern)]
@@ -307,7 +291,7 @@ def translate_patterns(path: str, schema: Schema, report: Report) -> None:
 
 
 def conjoin(schema: Schema, part: Schema) -> None:
-    """Adds a condition; as a keyword of the schema itself where it has none of the name."""
+    """Adds a condition: as keywords of the schema itself if it lacks them, else in ``allOf``."""
     if all(keyword not in schema for keyword in part):
         schema.update(part)
     else:
@@ -315,16 +299,15 @@ def conjoin(schema: Schema, part: Schema) -> None:
 
 
 def allows(schema: Schema, *kinds: str) -> bool:
-    """Whether the type of a schema, as far as it says one, is one of these."""
-    types = schema.get("type")
-    if types is None:
+    """Whether the schema's type, if it has one, is one of these."""
+    if (types := schema.get("type")) is None:
         return True
     listed = types if isinstance(types, list) else [types]
     return any(kind in listed or (kind == "number" and "integer" in listed) for kind in kinds)
 
 
 def has_large_number(value: Any) -> bool:
-    """Whether there is a number in a value that llguidance takes for another."""
+    """Whether a value has a number that llguidance cannot read exactly."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -335,8 +318,8 @@ def has_large_number(value: Any) -> bool:
     return False
 
 
-def _excluded(schema: Schema, other: Schema) -> bool:
-    """Excludes the values of another schema by other keywords than ``not``; whether that could be done."""
+def _exclude_schema(schema: Schema, other: Schema) -> bool:
+    """Excludes the values of ``other`` by other keywords than ``not``; false if that is impossible."""
     keywords = set(other)
     if keywords == {"type"}:
         return _exclude_types(schema, other["type"])
@@ -348,7 +331,8 @@ def _excluded(schema: Schema, other: Schema) -> bool:
         return other.get("type", "string") == "string" and _exclude_pattern(schema, other["pattern"])
     for keyword, (opposite, more, kinds) in _OPPOSITES.items():
         value: Any = other.get(keyword)
-        if keywords - {"type"} == {keyword} and schema.get("type") in kinds and _is_bound(value):
+        is_bound = type(value) in (int, float) and abs(value) < -LEAST
+        if keywords - {"type"} == {keyword} and schema.get("type") in kinds and is_bound:
             if other.get("type", schema["type"]) not in (schema["type"], "number") or (more < 0 and value < 1):
                 return False
             conjoin(schema, {opposite: value + more})
@@ -362,21 +346,15 @@ def _excluded(schema: Schema, other: Schema) -> bool:
     return False
 
 
-#: Keyword -> the one that says the opposite of a value, what is added to it, and the types for which it does.
+#: Keyword -> its opposite, what is added to its value, and the types for which the two are opposites.
 _OPPOSITES = {
     "minimum": ("exclusiveMaximum", 0, ("integer", "number")),
     "maximum": ("exclusiveMinimum", 0, ("integer", "number")),
     "exclusiveMinimum": ("maximum", 0, ("integer", "number")),
     "exclusiveMaximum": ("minimum", 0, ("integer", "number")),
-    "minLength": ("maxLength", -1, ("string",)),
-    "maxLength": ("minLength", 1, ("string",)),
-    "minItems": ("maxItems", -1, ("array",)),
-    "maxItems": ("minItems", 1, ("array",)),
-}
-
-
-def _is_bound(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < -LEAST
+    "minLength": ("maxLength", -1, ("string",)), "maxLength": ("minLength", 1, ("string",)),
+    "minItems": ("maxItems", -1, ("array",)), "maxItems": ("minItems", 1, ("array",)),
+}  # fmt: skip
 
 
 def _exclude_types(schema: Schema, excluded: Any) -> bool:
@@ -386,9 +364,8 @@ def _exclude_types(schema: Schema, excluded: Any) -> bool:
         if kind not in (*TYPES, "integer") or (kind == "integer" and "number" in left):
             return False
         left = [one for one in left if one != kind and not (kind == "number" and one == "integer")]
-    if left:
-        schema["type"] = left
-    else:
+    schema["type"] = left
+    if not left:
         make_impossible(schema)
     return True
 
@@ -401,9 +378,8 @@ def _exclude_values(schema: Schema, values: list[Any]) -> bool:
         return True
     if isinstance(listed := schema.get("enum"), list) or schema.get("type") == "boolean":
         kept = [v for v in (listed if isinstance(listed, list) else [True, False]) if canonical(v) not in excluded]
-        if kept:
-            schema["enum"] = kept
-        else:
+        schema["enum"] = kept
+        if not kept:
             make_impossible(schema)
         return True
     if schema.get("type") != "string":
@@ -425,8 +401,8 @@ def _exclude_pattern(schema: Schema, pattern: Any) -> bool:
     return True
 
 
-def _named(schema: Schema, names: Schema) -> bool:
-    """Says by other keywords which names properties may have; whether that could be done."""
+def _restrict_names(schema: Schema, names: Schema) -> bool:
+    """Restricts property names by other keywords; false if that is impossible."""
     others = schema.get("additionalProperties", True)
     own = schema.get("properties") or {}
     if "patternProperties" in schema or not isinstance(own, dict):
@@ -434,8 +410,8 @@ def _named(schema: Schema, names: Schema) -> bool:
     listed = [names["const"]] if "const" in names else names.get("enum")
     if isinstance(listed, list) and set(names) <= {"const", "enum", "type"} and len(listed) <= _MOST_NAMES:
         allowed = list(dict.fromkeys(name for name in listed if isinstance(name, str)))
-        known = {name: value if name in allowed else False for name, value in own.items()}
-        schema["properties"] = {**dict.fromkeys(allowed, others), **known} if others is not False else known
+        properties = {name: value if name in allowed else False for name, value in own.items()}
+        schema["properties"] = properties if others is False else {**dict.fromkeys(allowed, others), **properties}
         schema["additionalProperties"] = False
         return True
     if own or not set(names) <= {"type", "pattern", "minLength", "maxLength", "format"}:
@@ -449,10 +425,8 @@ def _named(schema: Schema, names: Schema) -> bool:
 
 
 def _name_pattern(names: Schema) -> str | None:
-    """A pattern of the names that a schema allows; None: it cannot be made, or is too large."""
-    conditions = []
-    if isinstance(pattern := names.get("pattern"), str):
-        conditions.append(pattern)
+    """A regex of the names that a schema allows; None if there is none, or it is too large."""
+    conditions = [pattern] if isinstance(pattern := names.get("pattern"), str) else []
     least, most = names.get("minLength", 0), names.get("maxLength")
     if not isinstance(least, int) or not isinstance(most, int | None):
         return None
@@ -461,13 +435,12 @@ def _name_pattern(names: Schema) -> str | None:
     if (name := names.get("format")) is not None:
         if name == "uuid" or name in _FORMAT_PATTERNS:
             conditions.append(_FORMAT_PATTERNS.get(name) or _UUID.format("[0-9a-fA-F]"))
-        elif not isinstance(pattern, str):  # generators write the pattern that a format means beside it
+        elif not isinstance(pattern, str):  # generators write the format's regex beside it
             return None
     if not conditions:
         return None
-    joined = conditions[0]
-    if len(conditions) > 1:
-        joined = "^" + "".join(f"(?=[^]*(?:{condition}))" for condition in conditions)
+    joined = "^" + "".join(f"(?=[^]*(?:{condition}))" for condition in conditions)
+    joined = conditions[0] if len(conditions) == 1 else joined
     try:
         for condition in conditions:
             parse(condition)
@@ -478,13 +451,12 @@ def _name_pattern(names: Schema) -> str | None:
 
 
 def make_impossible(schema: Schema) -> None:
-    """Leaves a schema no value."""
     schema.clear()
     schema["anyOf"] = [False]
 
 
 def canonical(value: Any) -> str:
-    """Equal for equal values of JSON, where 1 and 1.0 are one number."""
+    """A text that is equal for equal JSON values; 1 and 1.0 are equal."""
     if isinstance(value, dict):
         inner = sorted((json.dumps(key), canonical(one)) for key, one in value.items())
         return "{" + ",".join(f"{key}:{one}" for key, one in inner) + "}"
@@ -496,5 +468,4 @@ def canonical(value: Any) -> str:
 
 
 def _as_pattern(text: str) -> str:
-    """A pattern that matches a text as it is."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\u{{{ord(c):x}}}" for c in text)

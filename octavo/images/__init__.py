@@ -1,1 +1,1 @@
-"""Images: files read within bounds, and what each family of models makes of an image before its network sees it."""
+"""Images: files read within limits, and the image processor of each model family. Read ``processors.py`` first."""

@@ -1,4 +1,4 @@
-"""Where clients say that an image is: in a data URL, or at a URL that the server may fetch from."""
+"""Images in requests: base64, data URLs, and URLs that the server may fetch from (protected against SSRF)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import httpx
 
 
-# Which addresses of the Internet a stranger may have the server connect to: none within the network that it is in.
+# Public addresses: a client must not make the server connect to its own network.
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -30,48 +30,28 @@ def _networks(*texts: str) -> tuple[Network, ...]:
     return tuple(map(ipaddress.ip_network, texts))
 
 
-#: What is not public although it is unicast: IANA's IPv4 Special-Purpose Address Registry (RFC 6890), whether it calls
-#: a network globally reachable or not, as none of them has servers of images. Multicast, too, and an address that is
-#: public by its number, but answered within a cloud: by the host of an Azure machine.
+#: Addresses that are not public: IANA's IPv4 Special-Purpose Address Registry (RFC 6890), even those that it calls
+#: globally reachable, as none has image servers; multicast; and the address of Azure's host services.
 _SPECIAL_IPV4 = _networks(
-    "0.0.0.0/8",
-    "10.0.0.0/8",
-    "100.64.0.0/10",
-    "127.0.0.0/8",
-    "169.254.0.0/16",
-    "172.16.0.0/12",
-    "192.0.0.0/24",
-    "192.0.2.0/24",
-    "192.31.196.0/24",
-    "192.52.193.0/24",
-    "192.88.99.0/24",
-    "192.168.0.0/16",
-    "192.175.48.0/24",
-    "198.18.0.0/15",
-    "198.51.100.0/24",
-    "203.0.113.0/24",
-    "224.0.0.0/4",
-    "240.0.0.0/4",
-    "168.63.129.16/32",
-)
-#: All global unicast addresses of IPv6 that are given out (RFC 4291 and IANA's registry of its address space).
-_GLOBAL_IPV6 = ipaddress.ip_network("2000::/3")
-#: Those of them that are in IANA's IPv6 Special-Purpose Address Registry: protocols of the IETF (with Teredo),
-#: documentation, 6to4, servers of AS112.
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+    "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24",
+    "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4", "168.63.129.16/32",
+)  # fmt: skip
+#: All assigned global unicast addresses of IPv6 (RFC 4291 and IANA's registry of its address space).
+_GLOBAL_IPV6 = ipaddress.IPv6Network("2000::/3")
+#: Exceptions: IANA's IPv6 Special-Purpose Address Registry (IETF protocols with Teredo, documentation, 6to4, AS112).
 _SPECIAL_IPV6 = _networks("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20")
-#: Its last 32 bits are an IPv4 address that a gateway connects to (NAT64, RFC 6052). The prefix of networks of one's
-#: own, 64:ff9b:1::/48 (RFC 8215), is not among them: what it leads to is for such a network to say.
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-#: Interface identifiers of ISATAP (RFC 5214) begin so; an IPv4 address follows, which a router may unpack.
+#: NAT64 (RFC 6052): the last 32 bits are an IPv4 address. Private ones, 64:ff9b:1::/48 (RFC 8215), are not public.
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+#: Interface identifiers of ISATAP (RFC 5214), which an IPv4 address follows.
 _ISATAP = (0x0000_5EFE, 0x0200_5EFE)
 
 
 def is_public(address: str, exceptions: Sequence[Network] = ()) -> bool:
-    """Whether an address is one of the public Internet, or of one of the networks that are taken all the same.
+    """Whether an address is public, or in one of the networks ``exceptions``.
 
-    What is public is listed, and all else is not: loopback, private, link-local (where clouds have their metadata),
-    site-local, shared (carrier-grade NAT), multicast, unspecified and reserved addresses, and those of IPv6 that lead
-    to one of IPv4 that is not public.
+    Not public: loopback, private, link-local (with the metadata services of clouds), site-local, shared (carrier-grade
+    NAT), multicast, unspecified, reserved, and those of IPv6 that lead to such an IPv4 address.
     """
     parsed: _Address = ipaddress.ip_address(address.partition("%")[0])
     return all(_is_global(one) or _is_in(one, exceptions) for one in _destinations(parsed))
@@ -88,7 +68,7 @@ def _is_in(address: _Address, networks: Sequence[Network]) -> bool:
 
 
 def _destinations(address: _Address) -> list[_Address]:
-    """Where packets for an address may end: itself, or the addresses of IPv4 that are packed into it."""
+    """All addresses that packets may end at: the address itself, or IPv4 addresses packed into it."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     if address.ipv4_mapped is not None:
@@ -96,29 +76,18 @@ def _destinations(address: _Address) -> list[_Address]:
     last = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     if address in _NAT64:
         return [last]
-    packed: list[_Address] = [address]
-    if address.sixtofour is not None:
-        packed.append(address.sixtofour)
-    if address.teredo is not None:
-        packed.extend(address.teredo)
-    if (int(address) >> 32) & 0xFFFFFFFF in _ISATAP:
-        packed.append(last)
-    return packed
+    packed = [address, address.sixtofour, *(address.teredo or ())]
+    packed += [last] if (int(address) >> 32) & 0xFFFFFFFF in _ISATAP else []
+    return [one for one in packed if one is not None]
 
 
 async def public_addresses(host: str, port: int, exceptions: Sequence[Network], name: str) -> list[str]:
-    """The addresses of a host, all of which are public.
-
-    Of a host that has also others none is taken: its next answer might be another one.
-
-    Raises:
-        InvalidRequestError: it has no address, or one that is not public; ``name`` is what the error is about.
-    """
+    """The addresses of a host; raises InvalidRequestError if any is not public, as its next answer might differ."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError, ValueError):
         raise InvalidRequestError(f"{name}: the host {host!r} is not found") from None
-    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
     if not all(is_public(address, exceptions) for address in addresses):
         raise InvalidRequestError(
             f"{name}: the host {host!r} has an address that is not public, from which this server fetches nothing"
@@ -126,32 +95,28 @@ async def public_addresses(host: str, port: int, exceptions: Sequence[Network], 
     return addresses
 
 
+# Reading images.
+
 _REDIRECTS = (301, 302, 303, 307, 308)
-#: Further ones of other clients wait.
+#: Maximum concurrent fetches; others wait.
 _MOST_AT_ONCE = 32
 _SPACES = re.compile(rb"[ \t\r\n]+")
 
 
 @dataclass(frozen=True)
 class UrlRules:
-    """What may be fetched."""
-
     is_allowed: bool = False
-    #: Hosts that URLs may name; none: all.
+    #: Allowed hosts; empty: all.
     domains: tuple[str, ...] = ()
-    #: Networks whose addresses are taken although they are not public.
+    #: Networks that are allowed although they are not public.
     networks: tuple[Network, ...] = ()
-    #: From the name of the host to the last byte, redirects included.
+    #: From the name look-up to the last byte, redirects included.
     seconds: float = 10.0
     max_redirects: int = 3
 
 
 def decode_base64(text: str, max_bytes: int = DEFAULT_LIMITS.max_bytes, name: str = "the image") -> bytes:
-    """The bytes of a file in base64.
-
-    Raises:
-        InvalidRequestError: it is something else, or more bytes than the limit.
-    """
+    """The bytes of a file in base64; raises InvalidRequestError if it is invalid or beyond the limit."""
     if len(text) * 3 // 4 > max_bytes + 2:
         raise InvalidRequestError(f"{name} has about {len(text) * 3 // 4} bytes; at most {max_bytes} are taken")
     try:
@@ -161,13 +126,7 @@ def decode_base64(text: str, max_bytes: int = DEFAULT_LIMITS.max_bytes, name: st
 
 
 def read_data_url(url: str, max_bytes: int = DEFAULT_LIMITS.max_bytes, name: str = "the image") -> bytes:
-    """The bytes of a data URL (RFC 2397) in base64, such as ``data:image/png;base64,iVBORw0...``.
-
-    What it says of their type does not matter: files say themselves what they are.
-
-    Raises:
-        InvalidRequestError: it is something else, or more bytes than the limit.
-    """
+    """The bytes of a base64 data URL (RFC 2397) of any media type; raises InvalidRequestError."""
     head, comma, _ = url[:200].partition(",")
     if not comma or not head.lower().startswith("data:") or not head.lower().endswith(";base64"):
         raise InvalidRequestError(f"{name} must begin as data:image/png;base64, does, not with {url[:40]!r}")
@@ -175,19 +134,12 @@ def read_data_url(url: str, max_bytes: int = DEFAULT_LIMITS.max_bytes, name: str
 
 
 class ImageFetcher:
-    """Fetches files from URLs of clients, within rules; used in one event loop.
-
-    A connection goes to exactly the address that was checked, at each redirect anew, and is used once.
-    """
+    """Fetches files from clients' URLs within rules; a connection goes to exactly the address that was checked."""
 
     def __init__(
-        self,
-        rules: UrlRules,
-        max_bytes: int = DEFAULT_LIMITS.max_bytes,
-        *,
-        certificates: ssl.SSLContext | None = None,
+        self, rules: UrlRules, max_bytes: int = DEFAULT_LIMITS.max_bytes, *, certificates: ssl.SSLContext | None = None
     ) -> None:
-        """``certificates``: which ones of https are trusted; None: those that httpx does."""
+        """``certificates``: trusted by https; None: those of httpx."""
         self._rules = rules
         self._certificates = certificates
         self._preparing: asyncio.Future[ssl.SSLContext] | None = None
@@ -195,11 +147,7 @@ class ImageFetcher:
         self._turns = asyncio.Semaphore(_MOST_AT_ONCE)
 
     async def fetch(self, url: str, name: str = "the image") -> bytes:
-        """The bytes of the file at a URL.
-
-        Raises:
-            InvalidRequestError: rules do not allow it; nothing, or too much, was sent in time; or there is no file.
-        """
+        """The file at a URL; raises InvalidRequestError if it is not allowed, missing, too slow or too large."""
         rules = self._rules
         if not rules.is_allowed:
             raise InvalidRequestError(
@@ -209,40 +157,32 @@ class ImageFetcher:
         async with self._turns:
             try:
                 async with asyncio.timeout(rules.seconds):
-                    async with self._client(await self._trusted()) as client:
-                        return await self._follow(client, url, name)
+                    return await self._follow(url, name)
             except TimeoutError:
                 raise InvalidRequestError(f"{name} was not sent within {rules.seconds:g} seconds") from None
 
-    def _client(self, certificates: ssl.SSLContext) -> httpx.AsyncClient:
-        """One for each file, so that no connection that was made for another host at the same address is used.
-
-        It uses no proxies of the environment, which would connect wherever the name leads by then.
-        """
-        import httpx
-
-        return httpx.AsyncClient(
-            verify=certificates,
-            trust_env=False,
-            follow_redirects=False,
-            timeout=None,  # that of ``fetch``
-            limits=httpx.Limits(max_keepalive_connections=0),
-        )
-
     async def _trusted(self) -> ssl.SSLContext:
-        """What certificates are judged by; the first call reads them, in a thread, as that takes tenths of a second."""
+        """The certificates; the first call reads them in a thread, which takes tenths of a second."""
         if self._certificates is None:
             if self._preparing is None:
                 self._preparing = asyncio.ensure_future(asyncio.to_thread(_prepare))
-            self._certificates = await asyncio.shield(self._preparing)  # others wait for it, too
+            self._certificates = await asyncio.shield(self._preparing)  # others may wait for it, too
         return self._certificates
 
-    async def _follow(self, client: httpx.AsyncClient, url: str, name: str) -> bytes:
-        for _ in range(self._rules.max_redirects + 1):
-            answer = await self._get(client, url, name)
-            if isinstance(answer, bytes):
-                return answer
-            url = answer
+    async def _follow(self, url: str, name: str) -> bytes:
+        certificates = await self._trusted()
+        import httpx  # at once: ``_prepare`` has imported it in a thread
+
+        # Proxies would look the name up again. A pooled connection might be that of another host at the same address.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(
+            verify=certificates, trust_env=False, follow_redirects=False, timeout=None, limits=limits
+        ) as client:
+            for _ in range(self._rules.max_redirects + 1):
+                answer = await self._get(client, url, name)
+                if isinstance(answer, bytes):
+                    return answer
+                url = answer
         raise InvalidRequestError(f"{name} is redirected more than {self._rules.max_redirects} times")
 
     async def _get(self, client: httpx.AsyncClient, url: str, name: str) -> bytes | str:
@@ -254,12 +194,9 @@ class ImageFetcher:
         host = target.raw_host.decode()
         error: Exception | None = None
         for address in await public_addresses(host, port, self._rules.networks, name):
-            request = client.build_request(
-                "GET",
-                target.copy_with(host=address, fragment=None),
-                headers={"Host": target.netloc.decode(), "Accept": "image/*", "Accept-Encoding": "identity"},
-                extensions={"sni_hostname": host},
-            )
+            headers = {"Host": target.netloc.decode(), "Accept": "image/*", "Accept-Encoding": "identity"}
+            resolved = target.copy_with(host=address, fragment=None)
+            request = client.build_request("GET", resolved, headers=headers, extensions={"sni_hostname": host})
             try:
                 return await self._read(client, request, target, name)
             except (httpx.ConnectError, httpx.ConnectTimeout) as e:
@@ -284,9 +221,9 @@ class ImageFetcher:
         if target.userinfo:
             raise InvalidRequestError(f"{name} is a URL with a user's name or password, which are not sent on")
         if self._rules.domains and target.host not in self._rules.domains:
+            domains = ", ".join(self._rules.domains[:5]) + (", ..." if len(self._rules.domains) > 5 else "")
             raise InvalidRequestError(
-                f"{name}: this server does not fetch from {target.host!r}, only from "
-                f"{_listed(self._rules.domains)} (allowed_media_domains)"
+                f"{name}: this server does not fetch from {target.host!r}, only from {domains} (allowed_media_domains)"
             )
         return target
 
@@ -312,13 +249,9 @@ class ImageFetcher:
 
 
 def _prepare() -> ssl.SSLContext:
-    """Imports all that a first connection imports, and reads the certificates that httpx trusts."""
+    """Imports everything that a first connection imports, and reads the certificates that httpx trusts."""
     import httpx
 
     for name in ("httpcore", "anyio._backends._asyncio", "anyio.streams.tls"):
         importlib.import_module(name)
     return httpx.create_ssl_context(trust_env=False)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -1,4 +1,4 @@
-"""Kernel backends behind one interface; ``load_kernels`` chooses one."""
+"""Kernel backends behind one interface: ``load_kernels`` chooses one, ``interface.py`` is to be read first."""
 
 from __future__ import annotations
 
@@ -16,21 +16,16 @@ from octavo.kernels.triton import interpreted
 if TYPE_CHECKING:
     from octavo.kernels.interface import Kernels
 
-#: Backends by name.
 BACKENDS = ("cpu", "triton", "reference")
 
 logger = logging.getLogger("octavo")
 
-#: Files of drivers: of Linux, of its guest on Windows, of Tegra boards.
+#: Files of GPU drivers: of Linux, of its guest on Windows, of Tegra boards.
 _GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia", "/dev/dxg", "/dev/nvmap")
 
 
 def require_torch(what: str) -> None:
-    """Refuses what needs torch where it is not installed.
-
-    Raises:
-        ConfigError: it is not; the message names ``what`` and says what to install.
-    """
+    """Raises ConfigError if torch is not installed; the message names ``what`` needs it and how to install it."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(f"{what} need torch, which is not installed: {how_to_install('torch')}")
 
@@ -38,12 +33,8 @@ def require_torch(what: str) -> None:
 def check_kernel_packages(kernels: str, device: str) -> None:
     """Refuses a device or kernels whose packages are not installed, before a model is fetched; imports none of them.
 
-    Args:
-        kernels: "auto" or one of ``BACKENDS``.
-        device: "auto", "cpu" or a CUDA device.
-
     Raises:
-        ConfigError: one is not installed; the message says how to install it.
+        ConfigError: the message says how to install the package.
     """
     if importlib.util.find_spec("torch") is not None:
         return
@@ -54,8 +45,8 @@ def check_kernel_packages(kernels: str, device: str) -> None:
 
 
 def num_gpus() -> int:
-    """GPUs that torch sees; 0 without it. Where there is no sign of one, torch is not imported to ask."""
-    if not _may_have_gpu() or importlib.util.find_spec("torch") is None:
+    """GPUs that torch sees; 0 without it. torch is imported only if there is a GPU driver."""
+    if not any(Path(file).exists() for file in _GPU_FILES) or importlib.util.find_spec("torch") is None:
         return 0
     return int(importlib.import_module("octavo.kernels.torch_backend").num_gpus())
 
@@ -82,11 +73,6 @@ def resolve_device(name: str) -> str:
     raise ConfigError(f"device={name!r}: {why}")
 
 
-def _may_have_gpu() -> bool:
-    """Whether a driver of GPUs is there."""
-    return any(Path(place).exists() for place in _GPU_FILES)
-
-
 def load_kernels(
     name: str,
     device: str,
@@ -104,25 +90,23 @@ def load_kernels(
 
     Args:
         name: "auto" or one of ``BACKENDS``.
-        device: "cpu" or a CUDA device.
         head_dim: head size of the network, or the greatest common divisor of those of its layers.
-        deterministic: on a GPU, compute in an order that does not depend on the batch; see ``EngineConfig``, also for
-            ``enforce_eager``, ``graph_capture`` and ``cudagraph_capture_sizes``.
+        deterministic, enforce_eager, graph_capture, cudagraph_capture_sizes: see ``EngineConfig``.
 
     Raises:
-        ConfigError: there is no backend of that name, or it cannot be used.
+        ConfigError: the name is unknown, or the backend cannot be used.
     """
     if name not in ("auto", *BACKENDS):
         raise ConfigError(f"unknown kernel backend {name!r}; known: auto, {', '.join(BACKENDS)}")
     gpu = not device.startswith("cpu")
-    wanted = _choose(("triton" if gpu else "cpu") if name == "auto" else name, gpu, head_dim, name)
-    if wanted == "reference" and gpu and deterministic:
+    chosen = _choose(("triton" if gpu else "cpu") if name == "auto" else name, gpu, head_dim, name)
+    if chosen == "reference" and gpu and deterministic:
         raise ConfigError("deterministic=True on a GPU needs kernels='triton': torch's products depend on the batch")
-    if wanted == "cpu":
+    if chosen == "cpu":
         from octavo.kernels.cpu.backend import CpuKernels
 
         return CpuKernels()
-    if wanted == "triton":
+    if chosen == "triton":
         from octavo.kernels.triton.backend import TritonKernels
 
         return TritonKernels(
@@ -137,28 +121,23 @@ def load_kernels(
     return ReferenceKernels(device)
 
 
-def _choose(wanted: str, gpu: bool, head_dim: int, name: str) -> str:
-    """The backend to use: ``wanted``, or the reference where that cannot serve and the option is "auto".
-
-    Raises:
-        ConfigError: neither can serve.
-    """
-    obstacle = _obstacle(wanted, gpu, head_dim)
+def _choose(backend: str, gpu: bool, head_dim: int, name: str) -> str:
+    """``backend``, or the reference if that cannot serve and the option, ``name``, is "auto"."""
+    obstacle = _obstacle(backend, gpu, head_dim)
     if obstacle is None:
-        return wanted
+        return backend
     if name != "auto":
         raise ConfigError(f"the {name} kernels cannot serve: {obstacle}")
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(
-            f"the {wanted} kernels cannot serve: {obstacle}. The reference kernels can, many times slower, with "
+            f"the {backend} kernels cannot serve: {obstacle}. The reference kernels can, many times slower, with "
             f"torch: {how_to_install('torch')}"
         )
-    logger.warning("the %s kernels cannot serve (%s): the reference does, many times slower", wanted, obstacle)
+    logger.warning("the %s kernels cannot serve (%s): the reference does, many times slower", backend, obstacle)
     return "reference"
 
 
 def _obstacle(name: str, gpu: bool, head_dim: int) -> str | None:
-    """Why a backend cannot be used, or None."""
     if name != "cpu" and importlib.util.find_spec("torch") is None:
         return f"torch is not installed: {how_to_install('torch')}"
     if name == "reference":

@@ -1,4 +1,4 @@
-"""The inputs of the network in a step: flat arrays without padding, and a table that describes them.
+"""The inputs of the network in a step (vLLM: attention metadata): flat arrays without padding, in one table.
 
 Copies to a device, buffers of captured graphs and their padding, recording, warm-up and tests are derived from the
 table, so a new array is one line of ``ForwardBatch``.
@@ -20,24 +20,22 @@ from octavo.kernels.interface import Array, ArrayMaker
 class BatchSize:
     """The sizes of a batch, or the largest sizes of any batch."""
 
-    #: T.
     tokens: int
-    #: S.
     sequences: int
-    #: N: rows that logits are computed for.
+    #: Rows that logits are computed for.
     sampled: int
     #: Longest context in tokens.
     max_seq_len: int
     block_size: int
-    #: G: KV groups.
+    #: KV groups.
     groups: int = 1
-    #: C: blocks of the longest context of another kind than the sequences' own; 0: there is none.
+    #: Blocks of the longest context of cross attention; 0: there is none.
     cross_blocks: int = 0
-    #: R: rotary positions of a token; 0: heads are rotated by its position.
+    #: Rotary positions of a token; 0: heads are rotated by its position.
     rotary_axes: int = 0
 
     def shape(self, dims: str) -> tuple[int, ...]:
-        """The shape of an array: ``dims`` has a letter for each dimension, see ``ArraySpec``."""
+        """The shape of an array with these ``ArraySpec.dims``."""
         sizes = {
             "G": self.groups,
             "T": self.tokens,
@@ -55,18 +53,17 @@ class BatchSize:
 class ArraySpec(NamedTuple):
     """Description of an array of the batch."""
 
-    #: A letter for each dimension: T tokens, S sequences, s sequences + 1, N sampled rows, G KV groups, B blocks; of
-    #: networks with cross attention X sequences and C blocks, both 0 for others; R rotary positions, 0 for most.
+    #: A letter for each dimension: T tokens, S sequences, s sequences + 1, N sampled rows, G KV groups, B blocks of the
+    #: longest context, X sequences and C blocks of cross attention (0 without it), R rotary positions.
     dims: str
     dtype: type[np.integer[Any]]
-    #: Value in padding rows, for which the cache is neither read nor written; None: the index.
+    #: Value in padding rows, which neither read nor write the cache; None: the index.
     padding: int | None = 0
     #: Increment when every sequence advances by one token within its block.
     advance: int = 0
     name: str = ""
 
     def filled(self, size: BatchSize) -> np.ndarray:
-        """Values of padding."""
         shape = size.shape(self.dims)
         if self.padding is None:
             return np.arange(shape[-1], dtype=self.dtype)
@@ -90,8 +87,8 @@ class ForwardBatch:
     slot_mapping: Annotated[Array, ArraySpec("GT", np.int64, padding=-1, advance=1)]
     #: int64 [N]: rows of the tokens that logits are computed for, in any order, possibly repeated.
     sampled_rows: Annotated[Array, ArraySpec("N", np.int64, padding=None)]
-    #: int64 [R, T]: where the sections of a head are rotated by positions of their own, such as time, height and width
-    #: of an image (M-RoPE), those of each token; empty for other networks.
+    #: int64 [R, T]: positions of each section of a head, such as time, height and width of an image (M-RoPE); empty
+    #: for other networks.
     rotary_positions: Annotated[Array, ArraySpec("RT", np.int64, advance=1)]
     #: int32 [S + 1]
     query_start_loc: Annotated[Array, ArraySpec("s", np.int32, padding=None)]
@@ -101,17 +98,17 @@ class ForwardBatch:
     block_tables: Annotated[Array, ArraySpec("GSB", np.int32)]
     #: int32 [T]: slot of each token's adapter; -1: none.
     adapters: Annotated[Array, ArraySpec("T", np.int32, padding=-1)]
-    #: int32 [X]: tokens of the context that each sequence's cross attention sees.
+    #: int32 [X]: tokens of the context of each sequence's cross attention.
     cross_lens: Annotated[Array, ArraySpec("X", np.int32)]
-    #: int32 [X, C]: the blocks of these contexts, of the first KV group.
+    #: int32 [X, C]: blocks of these contexts, of the first KV group.
     cross_tables: Annotated[Array, ArraySpec("XC", np.int32)]
-    #: int32 [T]: the last position that each token of an image sees, if it is later than its own; -1: none. It does not
-    #: fall from a token of a sequence to the next.
+    #: int32 [T]: the last position that each token of an image sees, if it is later than its own; -1: none. It never
+    #: decreases from a token of a sequence to the next.
     sees_until: Annotated[Array, ArraySpec("T", np.int32, padding=-1)]
     #: Number of sequences at the beginning of the batch that have one token each.
     num_decodes: int
     max_seq_len: int
-    #: Whether ``sampled_rows`` are all tokens in order.
+    #: Whether ``sampled_rows`` lists all tokens in order.
     all_sampled: bool
     #: Whether a token has an adapter.
     has_adapters: bool = False
@@ -141,7 +138,6 @@ class ForwardBatch:
         )
 
     def arrays(self) -> list[Array]:
-        """In the order of ``ARRAYS``."""
         return [getattr(self, array.name) for array in ARRAYS]
 
 
@@ -160,11 +156,11 @@ class ForwardOutput(NamedTuple):
     hidden: Array
     #: float32 [N, vocab] of the sampled rows; None without a head.
     logits: Array | None = None
-    #: float32 [T, E]: what a drafting head makes of the residual stream between the layers, if it reads that.
+    #: float32 [T, E]: the residual stream between layers as a drafting head reads it; None: no head reads it.
     features: Array | None = None
 
     def first(self, tokens: int, sampled: int) -> ForwardOutput:
-        """The first ``tokens`` rows of what each token has, and the first ``sampled`` rows of the others."""
+        """The first ``tokens`` rows of hidden states and features, and the first ``sampled`` rows of logits."""
         return ForwardOutput(
             self.hidden[:tokens],
             None if self.logits is None else self.logits[:sampled],
@@ -177,7 +173,7 @@ Forward = Callable[[ForwardBatch], ForwardOutput]
 
 
 def padding_batch(size: BatchSize, kernels: ArrayMaker) -> ForwardBatch:
-    """A batch of padding rows only, as ``kernels`` compute it: one token for each sequence, all of them sampled."""
+    """A batch of padding rows, with arrays of ``kernels``: one token for each sequence, all of them sampled."""
     arrays = [kernels.wrap(array.filled(size)) for array in ARRAYS]
     return ForwardBatch.of(arrays, num_decodes=size.sequences, max_seq_len=size.max_seq_len, all_sampled=True)
 
@@ -203,17 +199,12 @@ def make_batch(
     For warm-up, benchmarks and tests; ``runner.input_batch`` makes the engine's batches.
 
     Args:
-        query_lens: tokens to compute of each sequence; sequences with one token come first.
-        seq_lens: context length of each.
+        query_lens: sequences with one token come first.
         block_tables: [G, S, B], or [S, B] for one group.
-        block_size: tokens per block.
-        kernels: what computes it.
         starts: position of each sequence's first token to compute; by default its last tokens are computed.
-        token_ids: [T]; zeros by default.
-        adapters: slot of each sequence's adapter, -1 without one; by default none has one.
-        token_types: [T]; zeros by default.
-        cross_lens: tokens of the context of each sequence's cross attention, if the network has any.
-        cross_tables: [S, C]: the blocks of these contexts.
+        token_ids, token_types: [T]; zeros by default.
+        adapters: slot of each sequence's adapter, -1 without one; by default no sequence has one.
+        cross_lens, cross_tables: [S] and [S, C], if the network has cross attention.
         sees_until: [T]; -1 by default.
         rotary_positions: [R, T], if the network has any.
     """

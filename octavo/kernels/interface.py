@@ -1,4 +1,4 @@
-"""The interface of kernel backends: all operations on activations.
+"""The interface of kernel backends: all operations on activations. Read ``Kernels`` first.
 
 One backend is chosen at start; layers hold it and call it.
 Shapes: T tokens of a step (flat, no padding), S sequences, H query heads, K KV heads, D head size, E hidden size.
@@ -24,17 +24,14 @@ if TYPE_CHECKING:
     from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
     from octavo.kernels.sampling import SamplingBackend
 
-
-# Arrays of a step: what the rooms above the kernels may know of them.
-
-#: An array of a backend, which makes it and computes with it: ``CpuArray``, or a tensor of torch. Other rooms may ask
-#: for its ``shape`` and length, and take views: by slices, integers and None, and ``reshape`` where that needs no copy.
-#: Not a protocol, as a backend's operations take its own arrays alone, which would narrow what the interface takes.
+#: An array of a backend, which alone makes it and computes with it: a ``CpuArray``, or a tensor of torch. Other rooms
+#: may read its ``shape`` and length and take views: by slices, integers and None, and by ``reshape`` without a copy.
+#: No protocol: a backend's operations take its own arrays only, which would narrow their parameters.
 Array: TypeAlias = Any
 
 
 class ArrayMaker(ABC):
-    """How a backend makes arrays of values, and values of arrays."""
+    """How a backend converts between its arrays and those of numpy."""
 
     @abstractmethod
     def array(self, values: np.ndarray, dtype: DType | None = None) -> Array:
@@ -42,7 +39,7 @@ class ArrayMaker(ABC):
 
     @abstractmethod
     def wrap(self, values: np.ndarray) -> Array:
-        """The values where the backend computes: on the host over their own memory, which must not change meanwhile."""
+        """The values on the backend's device: on the host over their own memory, which must not change meanwhile."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: DType) -> Array:
@@ -56,7 +53,7 @@ class ArrayMaker(ABC):
     def to_numpy(self, x: Array) -> np.ndarray:
         """The values once they are computed; on the host over the array's own memory."""
 
-    # Between recorded steps:
+    # Called between recorded steps:
 
     @abstractmethod
     def take_rows(self, x: Array, rows: np.ndarray) -> Array:
@@ -72,599 +69,21 @@ class ArrayMaker(ABC):
 
     @abstractmethod
     def as_token_ids(self, tokens: Any) -> Array:
-        """What a ``SamplingBackend`` has sampled as a step's token ids; a negative one, which is none, is 0."""
+        """Tokens of a ``SamplingBackend`` as token ids of a step; negative ones (``NO_TOKEN``) become 0."""
 
     @abstractmethod
     def put_tokens(self, token_ids: Array, targets: np.ndarray, tokens: Any, sources: np.ndarray) -> None:
         """Copies the sampled tokens at ``sources`` to ``targets`` of a step's token ids, negative ones as 0."""
 
 
-# The paged KV cache of a backend: its memory, and copies of its blocks.
-
-
-@dataclass(slots=True)
-class LayerCache:
-    """KV cache of one layer, in the layout of the backend that made it."""
-
-    key: Array
-    #: The same array as ``key`` in a latent cache.
-    value: Array
-    #: KV group of the layer: index of its block tables and slot mapping in the batch.
-    group: int = field(default=0, kw_only=True)
-
-
-class CacheKernels(ABC):
-    """What a backend does for the KV cache."""
-
-    @abstractmethod
-    def block_bytes(self, spec: KVSpec, block_size: int) -> int:
-        """Bytes of one KV cache block of one layer: keys, values, scales and padding.
-
-        Raises:
-            ConfigError: the backend does not support such a cache.
-        """
-
-    @abstractmethod
-    def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
-        """The KV cache of ``layers`` layers of one group, all zero.
-
-        Raises:
-            ConfigError: the backend does not support such a cache.
-        """
-
-    def make_host_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
-        """As ``make_group_cache``, in host memory, for swapped blocks."""
-        return self.make_group_cache(spec, layers, blocks, block_size)
-
-    def make_cache(self, groups: Sequence[LayerGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
-        """The KV cache of all layers, in order, with ``blocks[i]`` blocks for group i."""
-        return _in_layer_order(groups, blocks, block_size, self.make_group_cache)
-
-    def make_host_cache(self, groups: Sequence[LayerGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
-        """As ``make_cache``, in host memory, for swapped blocks."""
-        return _in_layer_order(groups, blocks, block_size, self.make_host_group_cache)
-
-    @abstractmethod
-    def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """Copies blocks (source, target) in every layer.
-
-        A source may have several targets, a target has one source. All sources are read before any target is written.
-        """
-
-    @abstractmethod
-    def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """Copies blocks (source, target) from one cache to another, in every layer.
-
-        Both are caches of this backend, with equal shapes and types except for the number of blocks.
-        """
-
-
-def check_pairs(pairs: Sequence[tuple[int, int]], sources: int, targets: int) -> None:
-    """Refuses to copy blocks (source, target) that caches of so many blocks do not have.
-
-    Raises:
-        IndexError: there is no such block.
-    """
-    for source, target in pairs:
-        if not (0 <= source < sources and 0 <= target < targets):
-            raise IndexError(
-                f"cannot copy block {source} of {sources} to block {target} of {targets}: index out of range"
-            )
-
-
-def _in_layer_order(
-    groups: Sequence[LayerGroup],
-    blocks: Sequence[int],
-    block_size: int,
-    make: Callable[[KVSpec, int, int, int], list[LayerCache]],
-) -> list[LayerCache]:
-    caches: dict[int, LayerCache] = {}
-    for index, (group, count) in enumerate(zip(groups, blocks, strict=True)):
-        made = make(group.spec, len(group.layers), count, block_size)
-        for layer, cache in zip(group.layers, made, strict=True):
-            cache.group = index
-            caches[layer] = cache
-    return [caches[layer] for layer in sorted(caches)]
-
-
-# Collectives of a tensor-parallel group, as kernels call them.
-
-
-class Communicator(Protocol):
-    """One rank of a group; all ranks make the same calls in the same order.
-
-    Arrays are tensors of a GPU; on a CPU they are numpy's or torch's, and become each other over the same memory.
-    """
-
-    @property
-    def rank(self) -> int:
-        """This rank: 0 to ``size - 1``."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Ranks in the group."""
-        ...
-
-    def all_reduce(self, x: Any) -> Any:
-        """The sum over the ranks, on every rank; x, contiguous float32, is overwritten.
-
-        The ranks are joined as a binary tree, as even as possible: (0 + 1) + (2 + 3), (0 + 1) + 2.
-        """
-        ...
-
-    def all_gather(self, x: Any) -> Any:
-        """The ranks' x [n, width], contiguous float32, concatenated in rank order: [n, size * width], on every rank."""
-        ...
-
-
-class Collectives:
-    """What a backend does to join the ranks of its group; a single rank has none."""
-
-    #: The tensor-parallel group, if there are several ranks.
-    group: Communicator | None = None
-
-    def join(self, group: Communicator) -> None:
-        """Makes the backend a rank of a tensor-parallel group."""
-        self.group = group
-
-    @abstractmethod
-    def all_reduce(self, x: Array, bias: Array | None = None, add: Array | None = None) -> Array:
-        """The sum of x, contiguous float32 [T, width], over the ranks of ``group``, then + bias, then + add.
-
-        On all ranks alike, in the order of a product's own bias and ``add``. The memory of x may be reused.
-
-        Args:
-            x: this rank's part.
-            bias: float32 [width].
-            add: float32 [T, width].
-        """
-
-    @abstractmethod
-    def all_gather(self, x: Array) -> Array:
-        """The ranks' x, contiguous float32 [T, width], concatenated in rank order: [T, size * width]."""
-
-
-# The interface of packed weights of linear layers.
-
-#: Activation of a product: silu(x) = x * sigmoid(x), gelu by erf, gelu by tanh (Hendrycks & Gimpel 2016), gelu as
-#: x * sigmoid(1.702 x) (same, section 2), or relu.
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
-
-
-class PackedWeight(ABC):
-    """A weight [N, K] with its bias, made by ``Kernels.pack``; there is a class for each backend and format."""
-
-    #: Whether the first half of the N rows is a gate projection and the second half the up projection.
-    gated: bool
-    #: Whether ``rows`` gives the values that the weight was packed of, so that a tied embedding needs no table.
-    has_rows = False
-
-    def rows(self, ids: Array, first: int, *, scale: float, dtype: DType) -> Array:
-        """scale * the rows of the weight, rounded to ``dtype`` before, for ids int64 [T]: float32 [T, K].
-
-        Ids are those of ``Kernels.embedding``: row 0 is that of id ``first``, ids outside have zeros.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no rows to look up")
-
-    @abstractmethod
-    def __call__(
-        self,
-        x: Array,
-        out_dtype: DType | None = None,
-        add: Array | None = None,
-        activation: Activation | None = None,
-    ) -> Array:
-        """activation(x W^T + bias + add); of a gated weight activation(gate) * up, each a half of the columns.
-
-        On backends with batch-invariant results, a row of zeros in ``add`` does not change the bits of the row.
-
-        Args:
-            x: [T, K], rows may be strided; of the weight's type, or float32, which is rounded to it.
-            out_dtype: of the result; x's type if None. float32 for logits, as the best two often tie in bfloat16.
-            add: float32 [T, N]: the residual stream, or an adapter's product. A float32 result of the same shape may
-                reuse its memory.
-            activation: required for a gated weight, optional for others.
-
-        Returns:
-            [T, N]; [T, N / 2] of a gated weight.
-        """
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of the weight and its bias."""
-
-
-class PackedHeads(ABC):
-    """A matrix [N, K] for each of H heads, made by ``Kernels.pack_heads``."""
-
-    @abstractmethod
-    def __call__(self, x: Array) -> Array:
-        """Each head times its own matrix: x [T, H, K], tokens and heads strided, to [T, H, N] of the same type."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of the matrices."""
-
-
-# Mixtures of experts: how a router chooses the experts of a token, and the interface of a layer's packed experts.
-
-
-@dataclass(frozen=True)
-class RoutingSpec:
-    """How experts are chosen from the logits of a router, and what weights they get.
-
-    Scores are the softmax of a token's logits or the sigmoid of each, in float32. The ``top_k`` experts with the
-    highest scores are chosen, of equal ones the lowest; with a bias, those with the highest sum of score and bias. A
-    weight is the score, without the bias.
-    """
-
-    top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    #: Whether the weights are divided by their sum.
-    renormalize: bool = False
-    #: The weights are multiplied by it at the end.
-    scale: float = 1.0
-    #: The experts are so many groups of equal size, and only those of the best ``top_groups`` are chosen
-    #: (DeepSeek-AI 2024, arXiv 2405.04434, section 2.2.2).
-    num_groups: int = 1
-    top_groups: int = 1
-    #: A group's own score is the sum of the highest so many in it: 1 in DeepSeek-V2, 2 in V3.
-    best_of_group: int = 1
-    #: Experts behind the routed ones that every token has: in the last slots, weighted by the sigmoid of their logits.
-    shared: int = 0
-
-    def check(self, num_experts: int) -> None:
-        """Refuses a number of routed experts of which it cannot choose.
-
-        Raises:
-            ConfigError: it does not divide into the groups, or there are too few experts in the best groups.
-        """
-        groups, size = self.num_groups, num_experts // max(1, self.num_groups)
-        if groups < 1 or num_experts % groups or not 1 <= self.top_groups <= groups:
-            raise ConfigError(f"{num_experts} experts cannot be limited to {self.top_groups} of {groups} equal groups")
-        if not 1 <= self.best_of_group <= size or not 1 <= self.top_k <= size * self.top_groups:
-            raise ConfigError(
-                f"{self.top_k} experts of a token cannot be chosen from {size * self.top_groups}, with groups of "
-                f"{size} compared by their best {self.best_of_group}"
-            )
-
-
-class PackedExperts(ABC):
-    """The feed-forward networks of a layer's experts, made by ``ExpertKernels.pack_experts``."""
-
-    @abstractmethod
-    def __call__(self, x: Array, experts: Array, weights: Array, add: Array | None = None) -> Array:
-        """add + the sum over the token's experts of weight * down(silu(gate(x)) * up(x)).
-
-        The sum is in ascending order of the experts, whatever the order of the slots: it depends on the token alone, so
-        that batch-invariant backends can hold it, and lets a backend read each expert's weights once. The weights of
-        experts that no token has are not read.
-
-        Args:
-            x: [T, E], rows may be strided.
-            experts: int32 [T, slots], each from 0 to the number of experts, those of a token distinct.
-            weights: float32 [T, slots].
-            add: float32 [T, E]; its memory may be reused.
-
-        Returns:
-            Float32 [T, E].
-        """
-
-
-class ExpertKernels(ABC):
-    """What a backend does for mixtures of experts."""
-
-    @abstractmethod
-    def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
-    ) -> PackedExperts:
-        """The experts of a layer, from what ``pack`` made of their matrices; the caller then drops these.
-
-        Args:
-            gate_up: of each expert, gated, without bias; the sizes between the two matrices may differ.
-            down: of each expert, without bias, all with the same ``pieces``.
-            shared: the last so many are experts that every token has.
-
-        Raises:
-            ConfigError: the backend has no products of experts in that format.
-        """
-
-    @abstractmethod
-    def route(self, logits: Array, spec: RoutingSpec, bias: Array | None = None) -> tuple[Array, Array]:
-        """The experts of each token, int32 [T, top_k + shared], and their weights, float32, as ``spec`` says.
-
-        A token whose logits have a NaN gets some experts, with NaN as their weights.
-
-        Args:
-            logits: float32 [T, experts + shared].
-            spec: checked against the number of experts by ``RoutingSpec.check``.
-            bias: float32 [experts], added to the scores for the choice alone (DeepSeek-AI 2024, arXiv 2412.19437,
-                section 2.1.2).
-        """
-
-
-# Low-rank products of adapters (LoRA, Hu et al. 2021, section 4.1): the interface.
-
-#: What rows without an adapter get where nothing else is added: x + -0.0 has the bits of x for every x, zeros included.
-NOTHING = -0.0
-
-
-class LowRankShape(NamedTuple):
-    """The slots of one layer."""
-
-    #: Of this rank; of an embedding the rows of its table.
-    inputs: int
-    #: Of this rank, of each part; of an embedding its width.
-    outputs: tuple[int, ...]
-    #: How many adapters are held at once.
-    slots: int
-    #: The greatest rank of one.
-    max_rank: int
-    #: Of the network.
-    dtype: DType
-
-
-class LowRankPart(NamedTuple):
-    """The two matrices of an adapter for one part of a layer's outputs."""
-
-    #: [rank, inputs] of any floating type.
-    down: np.ndarray
-    #: [outputs, rank] of any floating type, multiplied by the adapter's scale.
-    up: np.ndarray
-
-
-class PackedAdapter(Protocol):
-    """What ``pack`` makes of the matrices of one adapter, in host memory."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes."""
-        ...
-
-
-class Adapters(ABC):
-    """The low-rank products of a backend: makes them, and tells them which adapter each row of the current step has."""
-
-    def __init__(self) -> None:
-        self._tokens: Array | None = None
-        self._sampled: Array | None = None
-
-    def begin(self, batch: ForwardBatch) -> None:
-        """Called before a step's network: its low-rank products are of the adapters in ``batch.adapters``."""
-        tokens = batch.adapters if batch.has_adapters else None
-        self.use(tokens, None if tokens is None or batch.all_sampled else self._take(tokens, batch.sampled_rows))
-
-    @abstractmethod
-    def _take(self, slots: Array, rows: Array) -> Array:
-        """The slots of these rows."""
-
-    def use(self, tokens: Array | None, sampled: Array | None = None) -> None:
-        """As ``begin``, for products of any rows.
-
-        Args:
-            tokens: int32 [n], their slots; None: none has an adapter.
-            sampled: of the rows that logits are computed for; None: they are the same.
-        """
-        self._tokens, self._sampled = tokens, tokens if sampled is None else sampled
-
-    def slots(self, *, sampled: bool = False) -> Array | None:
-        """The slots of the step's tokens, int32 [T], or of its sampled rows, [N], -1 of a row without an adapter.
-
-        None if no row has one, and in recorded steps, whose slots are found by the recording.
-        """
-        return self._sampled if sampled else self._tokens
-
-    @abstractmethod
-    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> LowRank:
-        """Empty slots for the low-rank products of a linear layer.
-
-        ``sampled``: whether the rows of x are the step's sampled rows, not its tokens.
-        """
-
-    @abstractmethod
-    def make_low_rank_embedding(self, shape: LowRankShape) -> LowRankEmbedding:
-        """Empty slots for the low-rank products of a token embedding."""
-
-
-class LowRank(ABC):
-    """The low-rank products of a linear layer, made by ``Adapters.make_low_rank``."""
-
-    def __init__(self, shape: LowRankShape) -> None:
-        """See ``Adapters.make_low_rank``."""
-        self.inputs, self.outputs, self.slots, self.max_rank, self.dtype = shape
-
-    def check(self, parts: Sequence[LowRankPart | None]) -> None:
-        """Refuses matrices that do not fit the layer.
-
-        Raises:
-            AdapterError: a shape or a rank is wrong.
-        """
-        if len(parts) != len(self.outputs):
-            raise AdapterError(f"a layer of {len(self.outputs)} parts has no low-rank products of {len(parts)}")
-        for part, outputs in zip(parts, self.outputs, strict=True):
-            if part is not None:
-                check_part(part, self.inputs, outputs, self.max_rank)
-
-    @abstractmethod
-    def pack(self, parts: Sequence[LowRankPart | None]) -> PackedAdapter:
-        """The matrices of an adapter in host memory, rounded to the layer's type, as ``place`` takes them.
-
-        Any thread may call it beside running steps.
-
-        Args:
-            parts: for each part of the outputs, or None where the adapter has none. Ranks may differ.
-
-        Raises:
-            AdapterError: see ``check``.
-        """
-
-    @abstractmethod
-    def place(self, slot: int, packed: Any | None) -> None:
-        """Puts what ``pack`` made into a slot, in the place of what it held, or empties it; between steps."""
-
-    @abstractmethod
-    def __call__(self, x: Array, add: Array | None = None) -> Array | None:
-        """add + up(down(x)) of each row's adapter, as ``Adapters.begin`` says; what a product is to add.
-
-        Rows whose slot is -1 or empty, and columns of parts that their adapter does not have, keep the bits of ``add``;
-        without it they are -0.0, which changes no bit of what it is added to. x and down(x) are rounded to the layer's
-        type. On batch-invariant backends a row's bits do not depend on the other rows.
-
-        Args:
-            x: [T, inputs], rows may be strided; of the layer's type or float32.
-            add: float32 [T, sum of outputs]; its memory may be reused.
-
-        Returns:
-            Float32 [T, sum of outputs]; ``add`` as it is, perhaps None, if no row of the step has an adapter. Of a
-            recorded step it is a buffer, which products ignore in steps without adapters.
-        """
-
-
-class LowRankEmbedding(ABC):
-    """The low-rank products of a token embedding, made by ``Adapters.make_low_rank_embedding``."""
-
-    def __init__(self, shape: LowRankShape) -> None:
-        """See ``Adapters.make_low_rank_embedding``."""
-        self.rows, (self.outputs,), self.slots, self.max_rank, self.dtype = shape
-
-    @abstractmethod
-    def pack(self, part: LowRankPart) -> PackedAdapter:
-        """As ``LowRank.pack``, of down [rank, rows] and up [outputs, rank]."""
-
-    @abstractmethod
-    def place(self, slot: int, packed: Any | None) -> None:
-        """As ``LowRank.place``."""
-
-    @abstractmethod
-    def __call__(self, ids: Array, add: Array, first: int = 0) -> Array:
-        """add + up(column id - first of down) of each token's adapter; ids outside ``down`` add nothing.
-
-        Args:
-            ids: int64 [T], the batch's token ids.
-            add: float32 [T, outputs]; its memory is reused.
-            first: the id of column 0.
-        """
-
-
-def check_part(part: LowRankPart, inputs: int, outputs: int, max_rank: int) -> None:
-    """Refuses a pair of matrices with other shapes than [rank, inputs] and [outputs, rank].
-
-    Raises:
-        AdapterError: they have, or the rank is greater than ``max_rank``.
-    """
-    down, up = tuple(part.down.shape), tuple(part.up.shape)
-    rank = down[0] if down else 0
-    if down != (rank, inputs) or up != (outputs, rank):
-        raise AdapterError(
-            f"low-rank matrices of shapes {list(down)} and {list(up)} do not fit a layer of {inputs} inputs and "
-            f"{outputs} outputs: they must be [rank, {inputs}] and [{outputs}, rank]"
-        )
-    if not 1 <= rank <= max_rank:
-        raise AdapterError(f"rank {rank} is not within 1 and max_lora_rank, {max_rank}")
-
-
-def rounded_part(part: LowRankPart, dtype: DType) -> LowRankPart:
-    """Both matrices of this type, contiguous, in memory of their own."""
-    return LowRankPart(*(np.array(matrix, dtype.numpy, order="C") for matrix in part))
-
-
-class PartedForward:
-    """A forward that is run in parts; here, of backends that cannot interrupt one, there is one part."""
-
-    def __init__(self, forward: Forward) -> None:
-        self._forward = forward
-        self._batch: ForwardBatch | None = None
-
-    def begin(self, batch: ForwardBatch) -> None:
-        """A new batch, in place of one that is not finished."""
-        self._batch = batch
-
-    def advance(self, seconds: float) -> ForwardOutput | None:
-        """Computes about so many seconds, at least some rows of an operation; the output once all is computed."""
-        batch, self._batch = self._batch, None
-        assert batch is not None, "begin comes first"
-        return self._forward(batch)
-
-
-class PositionBias:
-    """Numbers that are added to scores by distance, float32 [heads, 2 * reach + 1]; written in place.
-
-    Number ``reach + d`` of a head is for keys whose position is that of the query and d. The first ``MARGIN`` numbers
-    of a head are one value, and so are the last ones: each stands for all that is further away.
-    """
-
-    #: As many as a vector of any kernel has, or more.
-    MARGIN = 16
-
-    def __init__(self, values: np.ndarray, reach: int) -> None:
-        self.values, self.reach = values, reach
-
-    @classmethod
-    def zeros(cls, heads: int, longest: int) -> PositionBias:
-        """For numbers that are the same from the distance ``longest`` on."""
-        reach = longest + cls.MARGIN
-        return cls(np.zeros((heads, 2 * reach + 1), np.float32), reach)
-
-    def of_heads(self, heads: slice) -> PositionBias:
-        """Those of some heads, over the same memory."""
-        return PositionBias(self.values[heads], self.reach)
-
-    @property
-    def layout(self) -> tuple[int, int]:
-        """Numbers from one head to the next, and ``reach``."""
-        return self.values.shape[1], self.reach
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """The attention of a layer."""
-
-    #: Scores are query * key * scale.
-    scale: float
-    #: A token attends to itself and the ``window - 1`` tokens before it; None: to itself and all tokens before it. If
-    #: attention is not causal, to itself and the ``window`` tokens on either side of it.
-    window: int | None = None
-    #: If given, scores become ``soft_cap * tanh(score / soft_cap)``.
-    soft_cap: float | None = None
-    #: ALiBi (Press et al. 2021): a slope for each query head of this rank; slope * (position of the key - position of
-    #: the query) is added to the scores, after the soft cap.
-    alibi_slopes: tuple[float, ...] | None = None
-    #: Whether a token attends to no later token. If not, it attends to the whole context, or to its window.
-    causal: bool = True
-    #: Over a latent cache: a token's value is the first ``value_dim`` numbers of its key.
-    value_dim: int | None = None
-    #: Whether the context is another one than that of the tokens themselves, and all of it is seen: the batch's cross
-    #: tables and lengths.
-    cross: bool = False
-    #: Whether a token also sees later ones, up to the batch's ``sees_until``: those of the same image. Causal only.
-    sees_spans: bool = False
-    #: Relative position bias (Raffel et al. 2020, section 2.1), after the soft cap; of the query heads of this rank.
-    bias: PositionBias | None = None
-
-    @property
-    def before(self) -> int | None:
-        """How many tokens before itself a token attends to at most; None: all."""
-        return self.window - 1 if self.window is not None and self.causal else self.window
-
-    @property
-    def after(self) -> int | None:
-        """How many tokens after itself a token attends to at most; None: all."""
-        return 0 if self.causal else self.window
-
-
-class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
-    """A backend. Unless stated otherwise, tensors are contiguous and outputs are new tensors.
-
-    Cut by what it is asked for: here products, attention and the rest of a layer; the cache (``CacheKernels``), what
-    joins ranks (``Collectives``), experts (``ExpertKernels``), and low-rank products (``adapters``).
-    """
+class Kernels(ArrayMaker):
+    """A backend. Unless stated otherwise, arrays are contiguous and results are new arrays."""
 
     name: str
     adapters: Adapters
-    #: What steps are computed within, such as torch without gradients.
+    #: The tensor-parallel group, if there are several ranks.
+    group: Communicator | None = None
+    #: Context in which steps are computed, such as torch without gradients.
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def describe(self) -> str:
@@ -678,27 +97,36 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
         ``pin`` binds each thread to a processor, on backends that have their own threads.
         """
 
+    def check_dtype(self, dtype: DType) -> None:
+        """Called before a network is made; raises ConfigError if the backend cannot compute in ``dtype``."""
+
+    @abstractmethod
+    def make_sampling_backend(self, vocab_size: int) -> SamplingBackend:
+        """The sampling backend for logits [n, vocab_size]."""
+
+    # Steps, recorded to reduce the work outside kernels.
+
     def capture(self, forward: Forward, largest: BatchSize) -> Forward:
-        """``forward`` for batches of at most this size, recorded to reduce the work outside kernels.
+        """``forward`` for batches of at most this size, recorded: as a CUDA graph, or as a tape on a CPU.
 
         ``forward`` may be called here with dummy inputs. The captured function may return the same memory every time.
         """
         return forward
 
     def capture_parts(self, forward: Forward, largest: BatchSize) -> PartedForward:
-        """``forward`` as ``capture`` has it, with memory of its own, to be run in parts between other steps."""
+        """``forward`` as captured by ``capture``, in memory of its own, to be run in parts between other steps."""
         return PartedForward(self.capture(forward, largest))
 
     def graph_bytes(self, forward: Forward, largest: BatchSize, in_use: Callable[[], int]) -> int:
-        """Bytes of the device that ``capture`` will take in all for what it records, estimated by recording some of it.
+        """Estimates the bytes of the device that ``capture`` will take in all, by recording some graphs.
 
-        ``in_use`` tells the bytes in use. 0 on backends whose recording takes no memory of the device.
+        ``in_use`` returns the bytes in use. 0 on backends whose recordings take no memory of the device.
         """
         return 0
 
     @abstractmethod
     def take_sampled(self, hidden: Array, batch: ForwardBatch, rows: int = 1) -> Array:
-        """The sampled rows of hidden [T, E], each with the ``rows - 1`` that follow it, behind each other.
+        """The sampled rows of hidden [T, E], each with the ``rows - 1`` that follow it, concatenated.
 
         Returns:
             [N, rows * E]; results computed from them have N rows.
@@ -717,18 +145,9 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
 
     @abstractmethod
     def token_rows(self, batch: ForwardBatch, width: int) -> Array:
-        """Memory for float32 [T, width], uninitialised: what another pipeline stage computes of each token."""
+        """Uninitialised memory for float32 [T, width], into which another pipeline stage's results are copied."""
 
-    def check_dtype(self, dtype: DType) -> None:
-        """Called before a network is made, to refuse a type of weights and activations.
-
-        Raises:
-            ConfigError: the backend does not compute in it; the message says in what it does.
-        """
-
-    @abstractmethod
-    def make_sampling_backend(self, vocab_size: int) -> SamplingBackend:
-        """The sampling backend for logits [n, vocab_size]."""
+    # Products and pointwise operations.
 
     @abstractmethod
     def pack(
@@ -741,18 +160,18 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
         gated: bool = False,
         pieces: int = 1,
     ) -> PackedWeight:
-        """Packs matrices with the same input for products, of which it keeps nothing.
+        """Packs matrices with the same input for products, and keeps no reference to them.
 
         Args:
             parts: [n_i, K] each; their outputs follow each other. Either all are arrays, of any floating types and
-                strides, or all are in a checkpoint's own bits, of which ``has_products`` is true.
+                strides, or all are in a checkpoint's own bits, and ``has_products`` is true of them.
             bias: [sum of n_i].
             quantization: "int8", "int4" or "fp8" quantises arrays; None or "gguf" does not.
             dtype: of the activations, and of the weight if it is not quantised: arrays are rounded to it first.
-            gated: whether the two parts are gate and up projections. It is given here, as a backend may interleave
-                both so that a tile of the product holds both inputs of the activation.
-            pieces: 1, 2 or 4: K is summed in so many equal pieces, which are joined as a binary tree. K is a multiple
-                of 2 * pieces. Backends whose ranks need not give the bits of one rank ignore it, as do quantised
+            gated: whether the two parts are gate and up projections. A backend may interleave them, so that a tile of
+                the product holds both inputs of the activation.
+            pieces: 1, 2 or 4: K, a multiple of 2 * pieces, is summed in this number of equal pieces, which are joined
+                as a binary tree. Ignored by backends whose ranks need not give the bits of one rank, and by quantised
                 products, whose scales depend on the rank's inputs.
 
         Raises:
@@ -768,6 +187,34 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
         """Packs a matrix for each head, weight [H, N, K] of any floating type, rounded to ``dtype``."""
 
     @abstractmethod
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
+    ) -> PackedExperts:
+        """The experts of a layer, made from the results of ``pack``, which the caller then drops.
+
+        Args:
+            gate_up: of each expert, gated, without bias; the sizes between the two matrices may differ.
+            down: of each expert, without bias, all with the same ``pieces``.
+            shared: number of experts at the end that every token has.
+
+        Raises:
+            ConfigError: the backend has no products of experts in that format.
+        """
+
+    @abstractmethod
+    def route(self, logits: Array, spec: RoutingSpec, bias: Array | None = None) -> tuple[Array, Array]:
+        """The experts of each token, int32 [T, top_k + shared], and their weights, float32, chosen by ``spec``.
+
+        A token whose logits have a NaN gets some experts, with NaN as their weights.
+
+        Args:
+            logits: float32 [T, experts + shared].
+            spec: checked against the number of experts by ``RoutingSpec.check``.
+            bias: float32 [experts], added to the scores for the choice alone (DeepSeek-AI 2024, arXiv 2412.19437,
+                section 2.1.2).
+        """
+
+    @abstractmethod
     def embedding(
         self, ids: Array, table: Array, first: int = 0, *, scale: float = 1.0, add: Array | None = None
     ) -> Array:
@@ -779,58 +226,45 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
 
     @abstractmethod
     def rms_norm(
-        self,
-        x: Array,
-        weight: Array,
-        eps: float,
-        *,
-        out_dtype: DType | None = None,
-        add: Array | None = None,
+        self, x: Array, weight: Array, eps: float, *, out_dtype: DType | None = None, add: Array | None = None
     ) -> Array:
         """Root mean square norm over the last dimension (Zhang & Sennrich 2019), computed in float32.
 
-        x has any float type, and any strides over the other dimensions; the result has ``out_dtype``, by default the
-        weight's. With ``add``, contiguous float32 of x's shape, the result is float32: add + norm; its memory may be
-        reused.
+        x [T, E], or [T, heads, D] with any strides over the first two, has any float type; the result has
+        ``out_dtype``, by default the weight's. With ``add``, contiguous float32 of x's shape, the result is float32:
+        add + norm; its memory may be reused.
         """
 
     @abstractmethod
     def layer_norm(
-        self,
-        x: Array,
-        weight: Array,
-        bias: Array | None,
-        eps: float,
-        *,
-        out_dtype: DType | None = None,
+        self, x: Array, weight: Array, bias: Array | None, eps: float, *, out_dtype: DType | None = None
     ) -> Array:
-        """Layer norm over the last dimension (Ba et al. 2016), computed in float32.
-
-        x [T, E], or [T, heads, D] with any strides over the first two, of any float type; the result has ``out_dtype``,
-        by default the weight's.
-        """
+        """Layer norm over the last dimension (Ba et al. 2016), computed in float32; x and result as in ``rms_norm``."""
 
     @abstractmethod
     def soft_cap(self, x: Array, cap: float) -> Array:
         """cap * tanh(x / cap) of logits x, float32 [n, vocab]; its memory may be reused."""
+
+    # Attention.
 
     def rotary(
         self, q: Array, k: Array, positions: Array, cos_sin: Array, sections: Sequence[int] = ()
     ) -> tuple[Array, Array]:
         """Rotates q [T, H, D] and k [T, K, D]; they may be strided views and may be changed in place.
 
-        cos_sin: float32 [max_position, R], R <= D rotated dimensions: R/2 cosines, then R/2 sines; dimension i is
-        paired with i + R/2 (the "half" layout of Hugging Face checkpoints). Backends that override
-        ``rotary_and_cache`` need not have it.
+        Backends that override ``rotary_and_cache`` need not have it.
 
-        positions: int64 [T]. With ``sections``, which have together R/2 pairs, [sections, T]: the pairs of a section
-        are rotated by positions of their own.
+        Args:
+            positions: int64 [T]; with ``sections`` [sections, T].
+            cos_sin: float32 [max_position, R], R <= D rotated dimensions: R/2 cosines, then R/2 sines; dimension i is
+                paired with i + R/2 (the "half" layout of Hugging Face checkpoints).
+            sections: numbers of pairs, R/2 in all, that are rotated by each row of ``positions`` (M-RoPE).
         """
         raise NotImplementedError(f"{type(self).__name__} rotates in rotary_and_cache only")
 
     @abstractmethod
     def reshape_and_cache(self, k: Array, v: Array, cache: LayerCache, slots: Array) -> None:
-        """Writes k and v [T, K, D] (last dimension contiguous) to their slots.
+        """Writes k and v [T, K, D] (last dimension contiguous) to their slots; negative slots are skipped.
 
         To a latent cache: k [T, 1, value_dim] and v [T, 1, D - value_dim] are the two parts of the tokens' vectors.
         """
@@ -864,7 +298,7 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
         cos_sin: Array,
         cache: LayerCache,
     ) -> Array:
-        """The queries of multi-head latent attention, and the tokens' vectors to a latent cache.
+        """The queries of multi-head latent attention (MLA); writes the tokens' vectors to a latent cache.
 
         Keys are never expanded (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): a head's query of N dimensions without
         positions is multiplied by the matrix that would expand its keys.
@@ -874,7 +308,6 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
             latent: [T, L], after its norm.
             k_rope: [T, R], the keys' dimensions with positions, rows strided; may be changed in place.
             absorb: from N to L dimensions.
-            batch: positions and slots.
             cos_sin: [max_position, R], see ``rotary``.
             cache: vectors of L + R numbers.
 
@@ -883,11 +316,7 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
         """
 
     def check_attention(self, spec: AttentionSpec) -> None:
-        """Called when a layer is created, to refuse attention that the backend does not support.
-
-        Raises:
-            UnsupportedModelError: it does not; the message says what.
-        """
+        """Called when a layer is created; raises UnsupportedModelError for features that the backend lacks."""
 
     @abstractmethod
     def paged_attention(self, q: Array, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Array:
@@ -897,8 +326,508 @@ class Kernels(ArrayMaker, CacheKernels, Collectives, ExpertKernels, ABC):
         its context, which has ``batch.seq_lens`` tokens.
         """
 
+    # The paged KV cache.
 
-# A wrapper of a backend that measures the seconds spent inside kernels.
+    @abstractmethod
+    def block_bytes(self, spec: KVSpec, block_size: int) -> int:
+        """Bytes of one KV cache block of one layer: keys, values, scales and padding.
+
+        Raises:
+            ConfigError: the backend does not support such a cache.
+        """
+
+    @abstractmethod
+    def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
+        """The KV cache of ``layers`` layers of one group, all zero; ConfigError as in ``block_bytes``."""
+
+    def make_host_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
+        """Like ``make_group_cache``, in host memory, for swapped blocks."""
+        return self.make_group_cache(spec, layers, blocks, block_size)
+
+    def make_cache(self, groups: Sequence[LayerGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
+        """The KV cache of all layers, in order, with ``blocks[i]`` blocks for group i."""
+        return _in_layer_order(groups, blocks, block_size, self.make_group_cache)
+
+    def make_host_cache(self, groups: Sequence[LayerGroup], blocks: Sequence[int], block_size: int) -> list[LayerCache]:
+        """Like ``make_cache``, in host memory, for swapped blocks."""
+        return _in_layer_order(groups, blocks, block_size, self.make_host_group_cache)
+
+    @abstractmethod
+    def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks (source, target) in every layer.
+
+        A source may have several targets, a target has one source. All sources are read before any target is written.
+        """
+
+    @abstractmethod
+    def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        """Copies blocks (source, target) from one cache to another, in every layer.
+
+        Both are caches of this backend, with equal shapes and types except for the number of blocks.
+        """
+
+    # Collectives of a tensor-parallel group; a single rank sums nothing.
+
+    def join(self, group: Communicator) -> None:
+        """Makes the backend a rank of the group."""
+        self.group = group
+
+    @abstractmethod
+    def all_reduce(self, x: Array, bias: Array | None = None, add: Array | None = None) -> Array:
+        """The sum of x, contiguous float32 [T, width], over the ranks of ``group``, then + bias, then + add.
+
+        On all ranks alike, in the order of a product's own bias and ``add``. The memory of x may be reused.
+
+        Args:
+            bias: float32 [width].
+            add: float32 [T, width].
+        """
+
+    @abstractmethod
+    def all_gather(self, x: Array) -> Array:
+        """The ranks' x, contiguous float32 [T, width], concatenated in rank order: [T, size * width]."""
+
+
+class PartedForward:
+    """A forward that is run in parts; a backend that cannot interrupt one runs all of it at once, as here."""
+
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
+        self._batch: ForwardBatch | None = None
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """Starts a new batch and drops one that is not finished."""
+        self._batch = batch
+
+    def advance(self, seconds: float) -> ForwardOutput | None:
+        """Computes for about ``seconds``, at least some rows of an operation; the output once all is computed."""
+        batch, self._batch = self._batch, None
+        assert batch is not None, "begin comes first"
+        return self._forward(batch)
+
+
+class Communicator(Protocol):
+    """One rank of a tensor-parallel group; all ranks make the same calls in the same order.
+
+    Arrays are tensors of a GPU; on a CPU they are numpy's or torch's, and become each other over the same memory.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank: 0 to ``size - 1``."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    def all_reduce(self, x: Any) -> Any:
+        """The sum over the ranks, on every rank; x, contiguous float32, is overwritten.
+
+        The ranks are joined as a binary tree, as even as possible: (0 + 1) + (2 + 3), (0 + 1) + 2.
+        """
+        ...
+
+    def all_gather(self, x: Any) -> Any:
+        """The ranks' x [n, width], contiguous float32, concatenated in rank order: [n, size * width], on every rank."""
+        ...
+
+
+# Attention of a layer, and its KV cache.
+
+
+class PositionBias:
+    """Numbers that are added to scores by distance, float32 [heads, 2 * reach + 1]; written in place.
+
+    Number ``reach + d`` of a head is for keys d positions after the query. The first ``MARGIN`` numbers of a head are
+    equal, and so are the last ones: they stand for all greater distances.
+    """
+
+    #: At least the width of any kernel's vectors.
+    MARGIN = 16
+
+    def __init__(self, values: np.ndarray, reach: int) -> None:
+        self.values, self.reach = values, reach
+
+    @classmethod
+    def zeros(cls, heads: int, longest: int) -> PositionBias:
+        """For numbers that are the same from the distance ``longest`` on."""
+        reach = longest + cls.MARGIN
+        return cls(np.zeros((heads, 2 * reach + 1), np.float32), reach)
+
+    def of_heads(self, heads: slice) -> PositionBias:
+        """The numbers of some heads, over the same memory."""
+        return PositionBias(self.values[heads], self.reach)
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Numbers from one head to the next, and ``reach``."""
+        return self.values.shape[1], self.reach
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The attention of a layer."""
+
+    #: Scores are query * key * scale.
+    scale: float
+    #: A token attends to itself and the ``window - 1`` tokens before it; None: to itself and all tokens before it. If
+    #: attention is not causal, to itself and the ``window`` tokens on either side of it.
+    window: int | None = None
+    #: Scores become ``soft_cap * tanh(score / soft_cap)``; None: no cap.
+    soft_cap: float | None = None
+    #: ALiBi (Press et al. 2021): a slope for each query head of this rank; slope * (position of the key - position of
+    #: the query) is added to the scores, after the soft cap.
+    alibi_slopes: tuple[float, ...] | None = None
+    #: Whether a token attends to no later token. If not, it attends to the whole context, or to its window.
+    causal: bool = True
+    #: Over a latent cache: a token's value is the first ``value_dim`` numbers of its key.
+    value_dim: int | None = None
+    #: Cross attention: the context is that of the batch's cross tables and lengths, all of which is seen.
+    cross: bool = False
+    #: Whether tokens of an image see later ones of the same image, up to the batch's ``sees_until``. Causal only.
+    sees_spans: bool = False
+    #: Relative position bias (Raffel et al. 2020, section 2.1), after the soft cap; of the query heads of this rank.
+    bias: PositionBias | None = None
+
+    @property
+    def before(self) -> int | None:
+        """Maximum number of tokens before itself that a token attends to; None: all."""
+        return self.window - 1 if self.window is not None and self.causal else self.window
+
+    @property
+    def after(self) -> int | None:
+        """Maximum number of tokens after itself that a token attends to; None: all."""
+        return 0 if self.causal else self.window
+
+
+@dataclass(slots=True)
+class LayerCache:
+    """KV cache of one layer, in the layout of the backend that made it."""
+
+    key: Array
+    #: The same array as ``key`` in a latent cache.
+    value: Array
+    #: KV group of the layer: index of its block tables and slot mapping in the batch.
+    group: int = field(default=0, kw_only=True)
+
+
+def check_pairs(pairs: Sequence[tuple[int, int]], sources: int, targets: int) -> None:
+    """Raises IndexError if a block of the pairs (source, target) is not within ``sources`` and ``targets`` blocks."""
+    for source, target in pairs:
+        if not (0 <= source < sources and 0 <= target < targets):
+            raise IndexError(
+                f"cannot copy block {source} of {sources} to block {target} of {targets}: index out of range"
+            )
+
+
+def _in_layer_order(
+    groups: Sequence[LayerGroup],
+    blocks: Sequence[int],
+    block_size: int,
+    make: Callable[[KVSpec, int, int, int], list[LayerCache]],
+) -> list[LayerCache]:
+    caches: dict[int, LayerCache] = {}
+    for index, (group, count) in enumerate(zip(groups, blocks, strict=True)):
+        made = make(group.spec, len(group.layers), count, block_size)
+        for layer, cache in zip(group.layers, made, strict=True):
+            cache.group = index
+            caches[layer] = cache
+    return [caches[layer] for layer in sorted(caches)]
+
+
+# Packed weights.
+
+#: Activation of a product: silu(x) = x * sigmoid(x), gelu by erf, gelu by tanh (Hendrycks & Gimpel 2016), gelu as
+#: x * sigmoid(1.702 x) (same, section 2), or relu.
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+
+
+class PackedWeight(ABC):
+    """A weight [N, K] with its bias, made by ``Kernels.pack``; there is a class for each backend and format."""
+
+    #: Whether the first half of the N rows is a gate projection and the second half the up projection.
+    gated: bool
+    #: Whether ``rows`` gives the exact values of the packed matrix, so that a tied embedding needs no table.
+    has_rows = False
+
+    def rows(self, ids: Array, first: int, *, scale: float, dtype: DType) -> Array:
+        """scale * rows of the weight, rounded to ``dtype`` first, for ids of ``Kernels.embedding``: float32 [T, K]."""
+        raise NotImplementedError(f"{type(self).__name__} has no rows to look up")
+
+    @abstractmethod
+    def __call__(
+        self, x: Array, out_dtype: DType | None = None, add: Array | None = None, activation: Activation | None = None
+    ) -> Array:
+        """activation(x W^T + bias + add); of a gated weight activation(gate) * up, each a half of the columns.
+
+        On backends with batch-invariant results, a row of zeros in ``add`` does not change the bits of the row.
+
+        Args:
+            x: [T, K], rows may be strided; of the weight's type, or float32, which is rounded to it.
+            out_dtype: of the result; x's type if None. float32 for logits, as the best two often tie in bfloat16.
+            add: float32 [T, N]: the residual stream, or an adapter's product. A float32 result of the same shape may
+                reuse its memory.
+            activation: required for a gated weight, optional for others.
+
+        Returns:
+            [T, N]; [T, N / 2] of a gated weight.
+        """
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the weight and its bias, padding included."""
+
+
+class PackedHeads(ABC):
+    """A matrix [N, K] for each of H heads, made by ``Kernels.pack_heads``."""
+
+    @abstractmethod
+    def __call__(self, x: Array) -> Array:
+        """Each head times its own matrix: x [T, H, K], tokens and heads strided, to [T, H, N] of the same type."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the matrices, padding included."""
+
+
+# Mixtures of experts.
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """How experts are chosen from the logits of a router, and weighted.
+
+    Scores are the softmax of a token's logits or the sigmoid of each, in float32. The ``top_k`` experts with the
+    highest scores are chosen, of equal ones the lowest; with a bias, those with the highest sum of score and bias. A
+    weight is the score, without the bias.
+    """
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    #: Whether the weights are divided by their sum.
+    renormalize: bool = False
+    #: Factor of the weights, applied last.
+    scale: float = 1.0
+    #: Number of equal groups of experts; only experts of the best ``top_groups`` groups are chosen (DeepSeek-AI 2024,
+    #: arXiv 2405.04434, section 2.2.2).
+    num_groups: int = 1
+    top_groups: int = 1
+    #: Number of highest scores that are summed to a group's score: 1 in DeepSeek-V2, 2 in V3.
+    best_of_group: int = 1
+    #: Number of experts after the routed ones that every token has: in the last slots, weighted by the sigmoid of their
+    #: logits.
+    shared: int = 0
+
+    def check(self, num_experts: int) -> None:
+        """Raises ConfigError if the number of routed experts does not fit the groups and ``top_k``."""
+        groups, size = self.num_groups, num_experts // max(1, self.num_groups)
+        if groups < 1 or num_experts % groups or not 1 <= self.top_groups <= groups:
+            raise ConfigError(f"{num_experts} experts cannot be limited to {self.top_groups} of {groups} equal groups")
+        if not 1 <= self.best_of_group <= size or not 1 <= self.top_k <= size * self.top_groups:
+            raise ConfigError(
+                f"{self.top_k} experts of a token cannot be chosen from {size * self.top_groups}, with groups of "
+                f"{size} compared by their best {self.best_of_group}"
+            )
+
+
+class PackedExperts(ABC):
+    """The feed-forward networks of a layer's experts, made by ``Kernels.pack_experts``."""
+
+    @abstractmethod
+    def __call__(self, x: Array, experts: Array, weights: Array, add: Array | None = None) -> Array:
+        """add + the sum over the token's experts of weight * down(silu(gate(x)) * up(x)).
+
+        The sum is in ascending order of the experts, whatever the order of the slots: it depends on the token alone, so
+        that batch-invariant backends can hold it, and lets a backend read each expert's weights once. The weights of
+        experts that no token has are not read.
+
+        Args:
+            x: [T, E], rows may be strided.
+            experts: int32 [T, slots], each below the number of experts, those of a token distinct.
+            weights: float32 [T, slots].
+            add: float32 [T, E]; its memory may be reused.
+
+        Returns:
+            Float32 [T, E].
+        """
+
+
+# Low-rank products of adapters (LoRA, Hu et al. 2021, section 4.1).
+
+#: Value that changes no bit of its summand: x + -0.0 has the bits of x for every x, zeros included.
+NEGATIVE_ZERO = -0.0
+
+
+class LowRankShape(NamedTuple):
+    """The slots for adapters of one layer, on this rank."""
+
+    #: Of an embedding: the rows of its table.
+    inputs: int
+    #: Of each part; of an embedding: its width.
+    outputs: tuple[int, ...]
+    #: Adapters that are held at once.
+    slots: int
+    max_rank: int
+    #: Of the network.
+    dtype: DType
+
+
+class LowRankPart(NamedTuple):
+    """The two matrices of an adapter for one part of a layer's outputs."""
+
+    #: [rank, inputs] of any floating type.
+    down: np.ndarray
+    #: [outputs, rank] of any floating type, multiplied by the adapter's scale.
+    up: np.ndarray
+
+
+class PackedAdapter(Protocol):
+    """An adapter's matrices for one layer in host memory, made by ``pack``."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices."""
+        ...
+
+
+class Adapters(ABC):
+    """Makes a backend's low-rank products, and holds the adapter slot of each row of the current step."""
+
+    def __init__(self) -> None:
+        self._tokens: Array | None = None
+        self._sampled: Array | None = None
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """Called before a step's network: its low-rank products are of the adapters in ``batch.adapters``."""
+        tokens = batch.adapters if batch.has_adapters else None
+        self.use(tokens, None if tokens is None or batch.all_sampled else self._take(tokens, batch.sampled_rows))
+
+    @abstractmethod
+    def _take(self, slots: Array, rows: Array) -> Array:
+        """The slots of these rows."""
+
+    def use(self, tokens: Array | None, sampled: Array | None = None) -> None:
+        """Like ``begin``, for products of any rows.
+
+        Args:
+            tokens: int32 [n], their slots; None: none has an adapter.
+            sampled: of the rows that logits are computed for; None: they are the same.
+        """
+        self._tokens, self._sampled = tokens, tokens if sampled is None else sampled
+
+    def slots(self, *, sampled: bool = False) -> Array | None:
+        """The slots of the step's tokens, int32 [T], or of its sampled rows, [N], -1 of a row without an adapter.
+
+        None if no row has one, and in recorded steps, which take the slots from the recording.
+        """
+        return self._sampled if sampled else self._tokens
+
+    @abstractmethod
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> LowRank:
+        """Empty slots for the low-rank products of a linear layer.
+
+        ``sampled``: whether the rows of x are the step's sampled rows, not its tokens.
+        """
+
+    @abstractmethod
+    def make_low_rank_embedding(self, shape: LowRankShape) -> LowRankEmbedding:
+        """Empty slots for the low-rank products of a token embedding."""
+
+
+class LowRank(ABC):
+    """The low-rank products of a linear layer, made by ``Adapters.make_low_rank``."""
+
+    def __init__(self, shape: LowRankShape) -> None:
+        self.inputs, self.outputs, self.slots, self.max_rank, self.dtype = shape
+
+    def check(self, parts: Sequence[LowRankPart | None]) -> None:
+        """Raises AdapterError if the matrices do not fit the layer."""
+        if len(parts) != len(self.outputs):
+            raise AdapterError(f"a layer of {len(self.outputs)} parts has no low-rank products of {len(parts)}")
+        for part, outputs in zip(parts, self.outputs, strict=True):
+            if part is not None:
+                check_part(part, self.inputs, outputs, self.max_rank)
+
+    @abstractmethod
+    def pack(self, parts: Sequence[LowRankPart | None]) -> PackedAdapter:
+        """The matrices of an adapter in host memory, rounded to the layer's type, for ``place``.
+
+        Any thread may call it while steps run.
+
+        Args:
+            parts: for each part of the outputs; None where the adapter has none. Ranks may differ.
+
+        Raises:
+            AdapterError: see ``check``.
+        """
+
+    @abstractmethod
+    def place(self, slot: int, packed: Any | None) -> None:
+        """Replaces a slot's adapter by a result of ``pack``, or empties the slot; between steps."""
+
+    @abstractmethod
+    def __call__(self, x: Array, add: Array | None = None) -> Array | None:
+        """add + up(down(x)) of each row's adapter, see ``Adapters.begin``: the ``add`` of the layer's product.
+
+        Rows whose slot is -1 or empty, and columns of parts that their adapter does not have, keep the bits of ``add``;
+        without it they are -0.0, which changes no bit when it is added. x and down(x) are rounded to the layer's
+        type. On batch-invariant backends a row's bits do not depend on the other rows.
+
+        Args:
+            x: [T, inputs], rows may be strided; of the layer's type or float32.
+            add: float32 [T, sum of outputs]; its memory may be reused.
+
+        Returns:
+            Float32 [T, sum of outputs]; ``add`` itself, perhaps None, if no row of the step has an adapter. In a
+            recorded step it is a buffer, which products ignore in steps without adapters.
+        """
+
+
+class LowRankEmbedding(ABC):
+    """The low-rank products of a token embedding, made by ``Adapters.make_low_rank_embedding``."""
+
+    def __init__(self, shape: LowRankShape) -> None:
+        self.rows, (self.outputs,), self.slots, self.max_rank, self.dtype = shape
+
+    @abstractmethod
+    def pack(self, part: LowRankPart) -> PackedAdapter:
+        """Like ``LowRank.pack``, for down [rank, rows] and up [outputs, rank]."""
+
+    @abstractmethod
+    def place(self, slot: int, packed: Any | None) -> None:
+        """Like ``LowRank.place``."""
+
+    @abstractmethod
+    def __call__(self, ids: Array, add: Array, first: int = 0) -> Array:
+        """add + up(column id - first of down) of each token's adapter; ids outside ``down`` add nothing.
+
+        Args:
+            ids: int64 [T], the batch's token ids.
+            add: float32 [T, outputs]; its memory is reused.
+            first: the id of column 0.
+        """
+
+
+def check_part(part: LowRankPart, inputs: int, outputs: int, max_rank: int) -> None:
+    """Raises AdapterError unless the matrices are [rank, inputs] and [outputs, rank], and rank is 1 to ``max_rank``."""
+    down, up = tuple(part.down.shape), tuple(part.up.shape)
+    rank = down[0] if down else 0
+    if down != (rank, inputs) or up != (outputs, rank):
+        raise AdapterError(
+            f"low-rank matrices of shapes {list(down)} and {list(up)} do not fit a layer of {inputs} inputs and "
+            f"{outputs} outputs: they must be [rank, {inputs}] and [{outputs}, rank]"
+        )
+    if not 1 <= rank <= max_rank:
+        raise AdapterError(f"rank {rank} is not within 1 and max_lora_rank, {max_rank}")
+
+
+def round_part(part: LowRankPart, dtype: DType) -> LowRankPart:
+    """Copies of both matrices, rounded to ``dtype`` and contiguous."""
+    return LowRankPart(*(np.array(matrix, dtype.numpy, order="C") for matrix in part))
 
 
 class KernelClock:
@@ -933,5 +862,5 @@ class KernelClock:
         if not callable(attribute):
             return attribute
         timed = self.time(attribute)
-        setattr(self, name, timed)  # found without __getattr__ next time
+        setattr(self, name, timed)  # the next access does not come here
         return timed

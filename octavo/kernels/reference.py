@@ -18,7 +18,7 @@ from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import (
-    NOTHING,
+    NEGATIVE_ZERO,
     Activation,
     Adapters,
     AttentionSpec,
@@ -28,38 +28,208 @@ from octavo.kernels.interface import (
     LowRankPart,
     LowRankShape,
     check_part,
-    rounded_part,
+    round_part,
 )
 from octavo.kernels.torch_backend import TorchKernels, TorchLogits, TorchWeight, to_torch, torch_dtype
 from octavo.kernels.weight_rows import QuantizedRows
 
-# Attention over paged keys and values in plain torch.
-
-#: Most float32 elements that one gathered key or score tensor may hold (64 MiB).
+#: Maximum number of float32 elements in a tensor of gathered keys or of scores (64 MiB).
 _MAX_ELEMENTS = 1 << 24
 
 
-def plain_attention(q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
-    """``Kernels.paged_attention``: all decodes in one computation, then each prefill in slices of its queries."""
-    decodes, sequences = batch.num_decodes, batch.seq_lens.shape[0]
-    tables, seq_lens, longest = batch.block_tables[cache.group], batch.seq_lens, batch.max_seq_len
-    if spec.cross:
-        tables, seq_lens, longest = batch.cross_tables, batch.cross_lens, int(batch.cross_lens.max())
-    later = None
-    if spec.sees_spans and batch.has_spans:
-        later, decodes = (batch.sees_until - batch.positions).clamp(min=0), 0
-    if decodes == sequences:
-        return _decode(q, cache, tables, batch.positions, seq_lens, longest, spec)
-    starts, lens = batch.query_start_loc.tolist(), seq_lens.tolist()
-    parts = []
-    if decodes:
-        device_lens, positions = seq_lens[:decodes], batch.positions[:decodes]
-        parts.append(_decode(q[:decodes], cache, tables[:decodes], positions, device_lens, max(lens[:decodes]), spec))
-    for s in range(decodes, sequences):
-        rows = slice(starts[s], starts[s + 1])
-        seen = None if later is None else later[rows]
-        parts.append(_prefill(q[rows], cache, tables[s], batch.positions[rows], lens[s], spec, seen))
-    return torch.cat(parts)
+class ReferenceKernels(TorchKernels):
+    """Plain torch on any device."""
+
+    name = "reference"
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self.device = torch.device(device)
+        self.adapters = TorchAdapters()
+
+    def set_threads(self, count: int | None, pin: bool = False) -> None:
+        if count is not None:
+            torch.set_num_threads(count)
+
+    def make_sampling_backend(self, vocab_size: int) -> TorchLogits:
+        return TorchLogits(vocab_size)
+
+    def block_bytes(self, spec: KVSpec, block_size: int) -> int:
+        if not DType(spec.dtype).is_float:  # there are no scales
+            raise ConfigError(
+                f"the reference backend has no KV cache of type {spec.dtype}; kv_cache_dtype may be auto, float32, "
+                "bfloat16 or float16"
+            )
+        return spec.vectors * block_size * spec.num_kv_heads * spec.head_dim * torch_dtype(spec.dtype).itemsize
+
+    def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
+        """Keys and values are [blocks, block_size, kv_heads, head_dim], one array in a latent cache."""
+        shape, dtype = (blocks, block_size, spec.num_kv_heads, spec.head_dim), torch_dtype(spec.dtype)
+        arrays = [_untouched_zeros(shape, dtype, self.device) for _ in range(spec.vectors * layers)]
+        pairs = zip(arrays[:: spec.vectors], arrays[spec.vectors - 1 :: spec.vectors], strict=True)
+        return [LayerCache(key, value) for key, value in pairs]
+
+    def pack(
+        self,
+        parts: Sequence[np.ndarray | QuantizedRows],
+        bias: np.ndarray | None = None,
+        quantization: str | None = None,
+        *,
+        dtype: DType,
+        gated: bool = False,
+        pieces: int = 1,
+    ) -> PlainWeight:
+        matrices = [part for part in parts if isinstance(part, np.ndarray)]
+        if len(matrices) < len(parts) or quantization not in (None, "gguf"):
+            raise ConfigError(
+                f"the {self.name} backend has no quantised products: it cannot serve "
+                f"quantization={quantization or 'gguf'!r}"
+            )
+        return PlainWeight(*self.stack(matrices, bias, dtype), gated)
+
+    def embedding(
+        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
+    ) -> Tensor:
+        rows = masked_embedding(ids, table, first)
+        rows = rows if scale == 1.0 else rows.mul_(scale)
+        return rows if add is None else rows.add_(add)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, out_dtype: DType | None = None, add: Tensor | None = None
+    ) -> Tensor:
+        normed = F.rms_norm(x.float(), (x.shape[-1],), None, eps) * weight
+        return normed.to(torch_dtype(out_dtype) if out_dtype else weight.dtype) if add is None else normed.float() + add
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out_dtype: DType | None = None
+    ) -> Tensor:
+        floats = None if bias is None else bias.float()
+        normed = F.layer_norm(x.float(), (x.shape[-1],), weight.float(), floats, eps)
+        return normed.to(torch_dtype(out_dtype) if out_dtype else weight.dtype)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
+
+    def rotary(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, sections: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Rotates in float32 and rounds once; the results are new, and views of one tensor."""
+        cos, sin = _angles(positions, cos_sin, sections).unsqueeze(1).chunk(2, dim=-1)
+        heads, half = (q.shape[1], k.shape[1]), cos.shape[-1]
+        x = torch.cat((q, k), dim=1)
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        # Both are computed before either is written: if x is float32, first and second are views of it.
+        rotated = first * cos - second * sin
+        x[..., half : 2 * half] = second * cos + first * sin
+        x[..., :half] = rotated
+        rotated_q, rotated_k = x.split(heads, dim=1)
+        return rotated_q, rotated_k
+
+    def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        written = slots >= 0
+        slots, k, v = slots[written], k[written], v[written]
+        if cache.value is cache.key:
+            cache.key.view(-1, *cache.key.shape[2:]).index_copy_(0, slots, torch.cat((k, v), dim=2))
+            return
+        cache.key.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
+        cache.value.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+
+    def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
+        """All decodes in one computation, then each prefill in slices of its queries."""
+        decodes, sequences = batch.num_decodes, batch.seq_lens.shape[0]
+        tables, seq_lens, longest = batch.block_tables[cache.group], batch.seq_lens, batch.max_seq_len
+        if spec.cross:
+            tables, seq_lens, longest = batch.cross_tables, batch.cross_lens, int(batch.cross_lens.max())
+        later = None
+        if spec.sees_spans and batch.has_spans:
+            later, decodes = (batch.sees_until - batch.positions).clamp(min=0), 0
+        if decodes == sequences:
+            return _decode(q, cache, tables, batch.positions, seq_lens, longest, spec)
+        starts, lens = batch.query_start_loc.tolist(), seq_lens.tolist()
+        parts = []
+        if decodes:
+            device_lens, positions = seq_lens[:decodes], batch.positions[:decodes]
+            parts.append(
+                _decode(q[:decodes], cache, tables[:decodes], positions, device_lens, max(lens[:decodes]), spec)
+            )
+        for s in range(decodes, sequences):
+            rows = slice(starts[s], starts[s + 1])
+            seen = None if later is None else later[rows]
+            parts.append(_prefill(q[rows], cache, tables[s], batch.positions[rows], lens[s], spec, seen))
+        return torch.cat(parts)
+
+    def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        self.swap_blocks(caches, caches, pairs)
+
+    def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        read, written = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
+        for source, target in zip(sources, targets, strict=True):
+            target.key.index_copy_(0, written, source.key.index_select(0, read))
+            if source.value is not source.key:
+                target.value.index_copy_(0, written, source.value.index_select(0, read))
+
+
+def masked_embedding(ids: Tensor, table: Tensor, first: int) -> Tensor:
+    ids = ids - first
+    outside = (ids < 0) | (ids >= table.shape[0])
+    return F.embedding(ids.masked_fill(outside, 0), table).float().masked_fill_(outside.unsqueeze(1), 0.0)
+
+
+def _angles(positions: Tensor, cos_sin: Tensor, sections: Sequence[int]) -> Tensor:
+    """The rows of the table for positions [T], or composed of a section from each row for positions [sections, T]."""
+    if not sections:
+        return cos_sin.index_select(0, positions)
+    halves = cos_sin[positions].unflatten(-1, (2, -1)).split([*sections], dim=-1)  # of all positions
+    return torch.cat([part[axis] for axis, part in enumerate(halves)], dim=-1).flatten(1)
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU they use no memory until they are written (calloc, where torch writes zeros)."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:  # torch cannot view an empty array as another type
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(size, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight(TorchWeight):
+    def rows(self, ids: Tensor, first: int, *, scale: float, dtype: DType) -> Tensor:
+        rows = masked_embedding(ids, self.weight, first)
+        return rows if scale == 1.0 else rows.mul_(scale)
+
+    def __call__(
+        self, x: Tensor, out_dtype: DType | None = None, add: Tensor | None = None, activation: Activation | None = None
+    ) -> Tensor:
+        """Computed in float32 and rounded once, except a plain product in the type of x."""
+        to = x.dtype if out_dtype is None else torch_dtype(out_dtype)
+        x = x.to(self.weight.dtype)
+        if to == x.dtype and add is None and activation is None:
+            return F.linear(x, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.float()
+        product = F.linear(x.float(), self.weight.float(), bias)
+        if add is not None:
+            product += add
+        if self.gated:
+            assert activation is not None
+            gate, up = product.chunk(2, dim=-1)
+            product = _ACTIVATIONS[activation](gate) * up
+        elif activation is not None:
+            product = _ACTIVATIONS[activation](product)
+        return product.to(to)
+
+
+# Attention.
 
 
 def _decode(
@@ -72,7 +242,7 @@ def _decode(
     block_size, kv_heads, head_dim = cache.key.shape[1:]
     num_blocks = -(-max_len // block_size)
     if spec.before is not None and spec.after is not None:
-        # The window's tokens lie in at most this many blocks.
+        # Maximum number of blocks with tokens of the window.
         num_blocks = min(num_blocks, -(-(spec.before + 1 + spec.after) // block_size) + 1)
     at_once = max(1, _MAX_ELEMENTS // max(1, num_blocks * block_size * kv_heads * head_dim))
     pieces = zip(*(x.split(at_once) for x in (q, tables, positions, lens)), strict=True)
@@ -81,13 +251,7 @@ def _decode(
 
 
 def _decode_slice(
-    q: Tensor,
-    cache: LayerCache,
-    tables: Tensor,
-    positions: Tensor,
-    lens: Tensor,
-    num_blocks: int,
-    spec: AttentionSpec,
+    q: Tensor, cache: LayerCache, tables: Tensor, positions: Tensor, lens: Tensor, num_blocks: int, spec: AttentionSpec
 ) -> Tensor:
     sequences, heads, head_dim = q.shape
     block_size, kv_heads = cache.key.shape[1:3]
@@ -188,33 +352,26 @@ def _as_heads(x: Tensor) -> Tensor:
     return out.copy_(x.transpose(1, 2))
 
 
-# Low-rank products in plain torch on any device; see ``octavo.kernels.interface``.
+# Low-rank products of adapters.
 
 
 class TorchAdapters(Adapters):
-    """Low-rank products by torch."""
-
     def _take(self, slots: Tensor, rows: Tensor) -> Tensor:
         return slots.index_select(0, rows)
 
     def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> LowRank:
-        """See ``Adapters``."""
         return PlainLowRank(self, shape, sampled=sampled)
 
     def make_low_rank_embedding(self, shape: LowRankShape) -> LowRankEmbedding:
-        """See ``Adapters``."""
         return PlainLowRankEmbedding(self, shape)
 
 
 @dataclass(frozen=True)
 class PlainAdapter:
-    """Matrices as they are."""
-
     parts: tuple[LowRankPart | None, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of all matrices."""
         return sum(part.down.nbytes + part.up.nbytes for part in self.parts if part is not None)
 
 
@@ -222,26 +379,22 @@ class PlainLowRank(LowRank):
     """Low-rank products by torch on any device; the rows of an adapter in one product."""
 
     def __init__(self, adapters: Adapters, shape: LowRankShape, *, sampled: bool = False) -> None:
-        """See ``Adapters.make_low_rank``."""
         super().__init__(shape)
         self._adapters, self._sampled = adapters, sampled
         self._held: list[PlainAdapter | None] = [None] * shape.slots
 
     def pack(self, parts: Sequence[LowRankPart | None]) -> PlainAdapter:
-        """Copies the matrices."""
         self.check(parts)
-        return PlainAdapter(tuple(None if part is None else rounded_part(part, self.dtype) for part in parts))
+        return PlainAdapter(tuple(None if part is None else round_part(part, self.dtype) for part in parts))
 
     def place(self, slot: int, packed: PlainAdapter | None) -> None:
-        """Keeps a reference."""
         self._held[slot] = packed
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor | None:
-        """A loop over the adapters of the step."""
         slots = self._adapters.slots(sampled=self._sampled)
         if slots is None:
             return add
-        out = x.new_full((len(x), sum(self.outputs)), NOTHING, dtype=torch.float32) if add is None else add
+        out = x.new_full((len(x), sum(self.outputs)), NEGATIVE_ZERO, dtype=torch.float32) if add is None else add
         x = x.to(torch_dtype(self.dtype)).float()
         starts = [0, *itertools.accumulate(self.outputs)]
         for chosen, adapter in _rows_by_adapter(slots, self._held):
@@ -254,25 +407,19 @@ class PlainLowRank(LowRank):
 
 
 class PlainLowRankEmbedding(LowRankEmbedding):
-    """Low-rank products of an embedding by torch on any device."""
-
     def __init__(self, adapters: Adapters, shape: LowRankShape) -> None:
-        """See ``Adapters.make_low_rank_embedding``."""
         super().__init__(shape)
         self._adapters = adapters
         self._held: list[PlainAdapter | None] = [None] * shape.slots
 
     def pack(self, part: LowRankPart) -> PlainAdapter:
-        """Copies the matrices."""
         check_part(part, self.rows, self.outputs, self.max_rank)
-        return PlainAdapter((rounded_part(part, self.dtype),))
+        return PlainAdapter((round_part(part, self.dtype),))
 
     def place(self, slot: int, packed: PlainAdapter | None) -> None:
-        """Keeps a reference."""
         self._held[slot] = packed
 
     def __call__(self, ids: Tensor, add: Tensor, first: int = 0) -> Tensor:
-        """A loop over the adapters of the step."""
         slots = self._adapters.slots()
         if slots is None:
             return add
@@ -286,231 +433,19 @@ class PlainLowRankEmbedding(LowRankEmbedding):
 
 
 def _rows_by_adapter(slots: Tensor, held: Sequence[PlainAdapter | None]) -> list[tuple[Tensor, PlainAdapter]]:
-    """The rows of each slot that holds an adapter, and it."""
-    found = []
+    """(rows, adapter) of each slot that holds an adapter."""
+    pairs = []
     for slot in slots.unique().tolist():
         adapter = held[slot] if slot >= 0 else None
         if adapter is not None:
-            found.append(((slots == slot).nonzero().squeeze(1), adapter))
-    return found
+            pairs.append(((slots == slot).nonzero().squeeze(1), adapter))
+    return pairs
 
 
 def _expand(shrunk: Tensor, up: np.ndarray) -> Tensor:
-    """Rounded to the type of ``up`` first: [n, rank] to float32 [n, outputs]."""
+    """The product by ``up``, of rows [n, rank] rounded to its type: float32 [n, outputs]."""
     return shrunk.to(to_torch(up).dtype).float() @ _floats(up, shrunk).T
 
 
 def _floats(matrix: np.ndarray, like: Tensor) -> Tensor:
     return to_torch(matrix).to(like.device).float()
-
-
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class PlainWeight(TorchWeight):
-    """A weight of this backend, as it is in the checkpoint."""
-
-    def rows(self, ids: Tensor, first: int, *, scale: float, dtype: DType) -> Tensor:
-        """See ``PackedWeight``."""
-        rows = masked_embedding(ids, self.weight, first)
-        return rows if scale == 1.0 else rows.mul_(scale)
-
-    def __call__(
-        self,
-        x: Tensor,
-        out_dtype: DType | None = None,
-        add: Tensor | None = None,
-        activation: Activation | None = None,
-    ) -> Tensor:
-        """Computed in float32 and rounded once, except a plain product in the type of x."""
-        to = x.dtype if out_dtype is None else torch_dtype(out_dtype)
-        x = x.to(self.weight.dtype)
-        if to == x.dtype and add is None and activation is None:
-            return F.linear(x, self.weight, self.bias)
-        bias = None if self.bias is None else self.bias.float()
-        product = F.linear(x.float(), self.weight.float(), bias)
-        if add is not None:
-            product += add
-        if self.gated:
-            assert activation is not None
-            gate, up = product.chunk(2, dim=-1)
-            product = _ACTIVATIONS[activation](gate) * up
-        elif activation is not None:
-            product = _ACTIVATIONS[activation](product)
-        return product.to(to)
-
-
-class ReferenceKernels(TorchKernels):
-    """Plain torch on any device."""
-
-    name = "reference"
-
-    def __init__(self, device: str | torch.device = "cpu") -> None:
-        self.device = torch.device(device)
-        self.adapters = TorchAdapters()
-
-    def set_threads(self, count: int | None, pin: bool = False) -> None:
-        """Sets torch's threads, which cannot be pinned; None leaves their number unchanged."""
-        if count is not None:
-            torch.set_num_threads(count)
-
-    def make_sampling_backend(self, vocab_size: int) -> TorchLogits:
-        """The numpy backend, on the host."""
-        return TorchLogits(vocab_size)
-
-    def block_bytes(self, spec: KVSpec, block_size: int) -> int:
-        """Keys and values without padding.
-
-        Raises:
-            ConfigError: the dtype is not a floating-point type; this backend has no scales.
-        """
-        dtype = torch_dtype(spec.dtype)
-        if not DType(spec.dtype).is_float:
-            raise ConfigError(
-                f"the reference backend has no KV cache of type {spec.dtype}; kv_cache_dtype may be auto, float32, "
-                "bfloat16 or float16"
-            )
-        return spec.vectors * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-
-    def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
-        """Keys and values [blocks, block_size, kv_heads, head_dim] of each layer, of a latent cache one; all zero."""
-        shape, dtype = (blocks, block_size, spec.num_kv_heads, spec.head_dim), torch_dtype(spec.dtype)
-        arrays = [_untouched_zeros(shape, dtype, self.device) for _ in range(spec.vectors * layers)]
-        pairs = zip(arrays[:: spec.vectors], arrays[spec.vectors - 1 :: spec.vectors], strict=True)
-        return [LayerCache(key, value) for key, value in pairs]
-
-    def pack(
-        self,
-        parts: Sequence[np.ndarray | QuantizedRows],
-        bias: np.ndarray | None = None,
-        quantization: str | None = None,
-        *,
-        dtype: DType,
-        gated: bool = False,
-        pieces: int = 1,
-    ) -> PlainWeight:
-        """Stacks the tensors."""
-        matrices = [part for part in parts if isinstance(part, np.ndarray)]
-        if len(matrices) < len(parts) or quantization not in (None, "gguf"):
-            raise ConfigError(
-                f"the {self.name} backend has no quantised products: it cannot serve "
-                f"quantization={quantization or 'gguf'!r}"
-            )
-        return PlainWeight(*self.stack(matrices, bias, dtype), gated)
-
-    def embedding(
-        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
-    ) -> Tensor:
-        """Rows of the table, float32 [T, E]."""
-        rows = masked_embedding(ids, table, first)
-        rows = rows if scale == 1.0 else rows.mul_(scale)
-        return rows if add is None else rows.add_(add)
-
-    def rms_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        out_dtype: DType | None = None,
-        add: Tensor | None = None,
-    ) -> Tensor:
-        """Computed in float32, rounded once."""
-        normed = F.rms_norm(x.float(), (x.shape[-1],), None, eps) * weight
-        return normed.to(_result(out_dtype, weight)) if add is None else normed.float() + add
-
-    def layer_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        *,
-        out_dtype: DType | None = None,
-    ) -> Tensor:
-        """Computed in float32, rounded once."""
-        floats = None if bias is None else bias.float()
-        normed = F.layer_norm(x.float(), (x.shape[-1],), weight.float(), floats, eps)
-        return normed.to(_result(out_dtype, weight))
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """In place."""
-        return x.div_(cap).tanh_().mul_(cap)
-
-    def rotary(
-        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, sections: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor]:
-        """Rotates in float32 and rounds once; the results are new, and views of one tensor."""
-        cos, sin = _angles(positions, cos_sin, sections).unsqueeze(1).chunk(2, dim=-1)
-        heads, half = (q.shape[1], k.shape[1]), cos.shape[-1]
-        x = torch.cat((q, k), dim=1)
-        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-        # Both are computed before either is written: if x is float32, first and second are views of it.
-        rotated = first * cos - second * sin
-        x[..., half : 2 * half] = second * cos + first * sin
-        x[..., :half] = rotated
-        rotated_q, rotated_k = x.split(heads, dim=1)
-        return rotated_q, rotated_k
-
-    def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        """Writes k and v [T, K, D] to their slots, or as one vector to a latent cache."""
-        written = slots >= 0
-        slots, k, v = slots[written], k[written], v[written]
-        if cache.value is cache.key:
-            cache.key.view(-1, *cache.key.shape[2:]).index_copy_(0, slots, torch.cat((k, v), dim=2))
-            return
-        cache.key.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-        cache.value.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
-
-    def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
-        """In plain torch."""
-        return plain_attention(q, cache, batch, spec)
-
-    def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """All sources are read before any target is written."""
-        self.swap_blocks(caches, caches, pairs)
-
-    def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """A gather and a scatter for each tensor."""
-        if not pairs:
-            return
-        read, written = torch.tensor(pairs, dtype=torch.int64, device=self.device).unbind(1)
-        for source, target in zip(sources, targets, strict=True):
-            target.key.index_copy_(0, written, source.key.index_select(0, read))
-            if source.value is not source.key:
-                target.value.index_copy_(0, written, source.value.index_select(0, read))
-
-
-def _result(dtype: DType | None, weight: Tensor) -> torch.dtype:
-    return weight.dtype if dtype is None else torch_dtype(dtype)
-
-
-def masked_embedding(ids: Tensor, table: Tensor, first: int) -> Tensor:
-    """``Kernels.embedding`` in plain torch."""
-    ids = ids - first
-    outside = (ids < 0) | (ids >= table.shape[0])
-    return F.embedding(ids.masked_fill(outside, 0), table).float().masked_fill_(outside.unsqueeze(1), 0.0)
-
-
-def _angles(positions: Tensor, cos_sin: Tensor, sections: Sequence[int]) -> Tensor:
-    """The rows of the table for positions [T], or composed of a section from each row for positions [sections, T]."""
-    if not sections:
-        return cos_sin.index_select(0, positions)
-    halves = cos_sin[positions].unflatten(-1, (2, -1)).split([*sections], dim=-1)  # of all positions
-    return torch.cat([part[axis] for axis, part in enumerate(halves)], dim=-1).flatten(1)
-
-
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU they use no memory until they are written (calloc, where torch writes zeros)."""
-    size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not size:  # torch cannot view an empty array as another type
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(size, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)

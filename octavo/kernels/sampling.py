@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,15 +22,14 @@ from octavo.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
 if TYPE_CHECKING:
     from octavo.kernels.interface import Array
 
-
-#: Results of ``SamplingBackend.choose`` that are no tokens, and the reasons.
+#: Results of ``SamplingBackend.choose`` that are no tokens, and their reasons.
 NO_TOKEN = {
     -1: "the logits are NaN",
     -2: "the logits are infinite",
     -3: f"{NO_TOKEN_LEFT}: every one of the vocabulary is masked",
 }
 
-#: The fields of ``Filters`` as a record type, for arrays of many rows.
+#: ``Filters`` as a record type of numpy.
 FILTERS = np.dtype([("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8")])
 
 #: At higher temperatures the distribution is uniform in float32; here 1 / temperature is still a normal number.
@@ -56,7 +55,6 @@ class Filters:
         return cls(min(params.temperature, MAX_TEMPERATURE), top_k, params.top_p, params.min_p)
 
     def keep_all(self, vocab_size: int) -> bool:
-        """Whether all filters are disabled."""
         return self.top_k >= vocab_size and self.top_p >= 1.0 and self.min_p <= 0.0
 
 
@@ -91,7 +89,7 @@ class SamplingBackend(ABC):
         """Logits of any type as the other methods expect them, in the same memory if possible."""
 
     def to_device(self, values: NDArray[np.int64]) -> Any:
-        """Token ids where the logits are, without waiting for it."""
+        """Token ids on the logits' device, without waiting for the copy."""
         return values
 
     def fetch(self, tokens: Any) -> Callable[[], NDArray[np.int64]]:
@@ -99,41 +97,37 @@ class SamplingBackend(ABC):
         return lambda: tokens
 
     def select(self, tokens: Any, indices: NDArray[np.int64]) -> Any:
-        """The tokens at these indices, where they are."""
+        """The tokens at these indices, on their device."""
         return tokens[indices]
 
     @abstractmethod
     def copy_rows(self, logits: Any, rows: NDArray[np.int64]) -> Any:
-        """A copy of these rows of the logits, where they are."""
+        """A copy of these rows of the logits, on their device."""
 
     @abstractmethod
     def edit_rows(self, logits: Any, rows: list[int]) -> dict[int, NDArray[np.float32]]:
-        """These rows on the host, to be changed: float32 [vocab] of each."""
+        """These rows on the host, float32 [vocab] each, to be changed; ``put_rows`` writes them back."""
 
     def put_rows(self, logits: Any, edited: dict[int, NDArray[np.float32]]) -> None:
-        """Puts edited rows back, where they are not the logits' own memory."""
+        """Writes edited rows back, unless they are the logits' own memory, as here."""
         return None
 
     @abstractmethod
     def choose_most_likely(self, logits: Any) -> Any:
-        """As ``choose``, with all rows greedy and without masks."""
+        """``choose`` with all rows greedy and without masks."""
 
     @abstractmethod
     def choose(
-        self,
-        logits: Any,
-        filters: NDArray[np.void],
-        keys: NDArray[np.uint32],
-        mask: NDArray[np.uint32] | None = None,
+        self, logits: Any, filters: NDArray[np.void], keys: NDArray[np.uint32], mask: NDArray[np.uint32] | None = None
     ) -> Any:
-        """A token for each row, or a key of ``NO_TOKEN``: int64 [n], where the logits are.
+        """A token for each row, or a key of ``NO_TOKEN``: int64 [n], on the logits' device.
 
         The arrays may be changed after the call returns.
 
         Args:
             logits: [n, vocab]; masked tokens become -inf in place.
             filters: [n] records (``FILTERS``); temperature 0 takes the most likely token, the lowest id among equals.
-            keys: [n, 2], hash keys of the rows that are not greedy (``noise.keys``).
+            keys: [n, 2], hash keys (``keys``) of the rows that are not greedy.
             mask: [n, ``mask_words(vocab)``], the allowed tokens of each row; None allows all.
         """
 
@@ -147,17 +141,13 @@ class SamplingBackend(ABC):
         """
 
 
-class HostLogprobs:
-    """Logprobs that are on the host already."""
+class HostLogprobs(NamedTuple):
+    """``PendingLogprobs`` that are on the host already."""
 
-    __slots__ = ("_found",)
-
-    def __init__(self, found: list[PositionLogprobs]) -> None:
-        self._found = found
+    logprobs: list[PositionLogprobs]
 
     def wait(self) -> list[PositionLogprobs]:
-        """See ``PendingLogprobs``."""
-        return self._found
+        return self.logprobs
 
 
 def as_position_logprobs(
@@ -169,13 +159,13 @@ def as_position_logprobs(
     top_logprobs: NDArray[np.float64],
     vocab_size: int,
 ) -> list[PositionLogprobs]:
-    """A kernel's logprobs of n tokens in the form, and with the floor, of ``numpy_sampling.position_logprobs``.
+    """A kernel's logprobs of n tokens as ``PositionLogprobs``, none below ``FLOOR``.
 
-    NaN is the logprob in a row without probabilities. Row i has ``counts[i]`` valid columns in ``top_ids`` and
+    The logprob is NaN in a row without probabilities. Row i has ``counts[i]`` valid columns in ``top_ids`` and
     ``top_logprobs`` [n, max(counts)].
     """
     broken = np.isnan(logprobs)
-    # fmax: a NaN, too, becomes the floor.
+    # fmax turns NaN into the floor.
     ranks, counts = np.where(broken, vocab_size, ranks), np.where(broken, 0, counts)
     columns = (tokens, np.fmax(logprobs, FLOOR), ranks, counts, top_ids, np.fmax(top_logprobs, FLOOR))
     return [
@@ -184,7 +174,7 @@ def as_position_logprobs(
     ]
 
 
-# Min-p, top-k and top-p of a row of logits, as prefixes of one ranking.
+# Min-p, top-k and top-p keep prefixes of one ranking of a row's tokens.
 
 _BLOCK = 64
 
@@ -233,7 +223,6 @@ def _nucleus_of_all(distance: NDArray[np.float32], filters: Filters) -> NDArray[
 
 
 def _weights(distance: NDArray[np.float32], temperature: float) -> NDArray[np.float32]:
-    """Tempered probabilities divided by the best token's."""
     result = distance / np.float32(-temperature)
     return np.exp(result, out=result)
 
@@ -250,7 +239,6 @@ def best(distance: NDArray[np.float32], k: int) -> NDArray[np.int64]:
 
 
 def _ranked(distance: NDArray[np.float32], ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The ids in order of rank."""
     # The bits of non-negative floats sort as the floats; the id in the low bits makes every key different.
     order = distance[ids].view(np.uint32).astype(np.uint64) << np.uint64(32)
     order |= ids.astype(np.uint64)
@@ -347,20 +335,16 @@ class NumpySampling(SamplingBackend):
         self._drawer = Drawer(vocab_size)
 
     def prepare(self, logits: Array) -> NDArray[np.float32]:
-        """See ``SamplingBackend``."""
         values: NDArray[np.float32] = logits
         return values
 
     def copy_rows(self, logits: NDArray[np.float32], rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See ``SamplingBackend``."""
         return logits[rows]
 
     def edit_rows(self, logits: NDArray[np.float32], rows: list[int]) -> dict[int, NDArray[np.float32]]:
-        """Views of the logits."""
         return {row: logits[row] for row in rows}
 
     def choose_most_likely(self, logits: NDArray[np.float32]) -> NDArray[np.int64]:
-        """See ``SamplingBackend``."""
         rows = len(logits)
         return self.choose(logits, np.zeros(rows, FILTERS), np.zeros((rows, 2), np.uint32))
 
@@ -371,15 +355,13 @@ class NumpySampling(SamplingBackend):
         keys: NDArray[np.uint32],
         mask: NDArray[np.uint32] | None = None,
     ) -> NDArray[np.int64]:
-        """See ``SamplingBackend``."""
-        values = logits
         if mask is not None:
-            values[~allowed_tokens(mask, values.shape[1])] = -np.inf
-        tokens = values.argmax(axis=-1)
-        tops = values[np.arange(len(values)), tokens]
+            logits[~allowed_tokens(mask, logits.shape[1])] = -np.inf
+        tokens = logits.argmax(axis=-1)
+        tops = logits[np.arange(len(logits)), tokens]
         with np.errstate(over="ignore"):  # scores may overflow to infinity: such a token cannot win
             for i in np.flatnonzero((filters["temperature"] > 0.0) & np.isfinite(tops)).tolist():
-                tokens[i] = self._drawer.draw(values[i], tops[i], Filters(*filters[i].item()), keys[i])
+                tokens[i] = self._drawer.draw(logits[i], tops[i], Filters(*filters[i].item()), keys[i])
         tokens[np.isnan(tops)] = -1  # argmax returns the index of a NaN
         tokens[np.isposinf(tops)] = -2
         tokens[np.isneginf(tops)] = -3
@@ -392,9 +374,8 @@ class NumpySampling(SamplingBackend):
         tokens: NDArray[np.int64],
         counts: NDArray[np.int64],
     ) -> HostLogprobs:
-        """See ``SamplingBackend``."""
-        wanted = zip(indices.tolist(), tokens.tolist(), counts.tolist(), strict=True)
-        return HostLogprobs([position_logprobs(logits[i], token, k) for i, token, k in wanted])
+        requests = zip(indices.tolist(), tokens.tolist(), counts.tolist(), strict=True)
+        return HostLogprobs([position_logprobs(logits[i], token, k) for i, token, k in requests])
 
 
 def allowed_tokens(mask: NDArray[np.uint32], vocab_size: int) -> NDArray[np.bool_]:
@@ -462,10 +443,9 @@ def _scores(bits: NDArray[np.uint32], distance: NDArray[np.float32], temperature
 def position_logprobs(logits: NDArray[np.float32], token: int, k: int) -> PositionLogprobs:
     """Logprobs of one position: log-softmax with the maximum subtracted, summed by numpy's pairwise sum.
 
-    A row is computed alone, so its bits do not depend on the batch or on the number of threads.
-
-    The rank is 1 + the number of tokens with a greater logit. All numbers are finite: none is below ``FLOOR``, and if
-    the logits have no finite maximum (NaN, say) the token gets ``FLOOR`` and the last rank, without top tokens.
+    A row is computed alone, so its bits do not depend on the batch or on the number of threads. The rank is 1 + the
+    number of tokens with a greater logit. All numbers are finite: none is below ``FLOOR``, and if the logits have no
+    finite maximum (NaN, say) the token gets ``FLOOR`` and the last rank, without top tokens.
     """
     top = logits.max()
     if not math.isfinite(top):

@@ -1,4 +1,4 @@
-"""What backends made of torch share: arrays are tensors on a device."""
+"""``TorchKernels``, the base of backends whose arrays are tensors of torch; pinned memory, measurements of devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.core.dtypes import DType
-from octavo.core.errors import InsufficientMemoryError
+from octavo.core.errors import ConfigError, InsufficientMemoryError
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Array, Kernels, LayerCache, PackedExperts, PackedHeads, PackedWeight, RoutingSpec
 from octavo.kernels.sampling import NumpySampling
@@ -33,7 +33,6 @@ _FOREIGN = {DType.BFLOAT16: (np.int16, torch.int16), DType.FP8: (np.uint8, torch
 
 
 def torch_dtype(dtype: DType | str) -> torch.dtype:
-    """Torch's type of these numbers."""
     return _DTYPES[DType(dtype)]
 
 
@@ -56,81 +55,128 @@ def from_torch(x: Tensor) -> np.ndarray:
     return values
 
 
-def num_gpus() -> int:
-    """GPUs that torch sees."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+class TorchKernels(Kernels):
+    """Tensors on ``device``; a step is computed without gradients."""
+
+    device: torch.device
+    mode = torch.inference_mode
+
+    def array(self, values: np.ndarray, dtype: DType | None = None) -> Tensor:
+        return to_torch(values).to(self.device, None if dtype is None else torch_dtype(dtype), copy=True).contiguous()
+
+    def wrap(self, values: np.ndarray) -> Tensor:
+        return to_torch(values).to(self.device)
+
+    def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        return torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
+
+    def write(self, target: Tensor, values: np.ndarray) -> None:
+        target.copy_(to_torch(values))
+
+    def to_numpy(self, x: Tensor) -> np.ndarray:
+        return from_torch(x)
+
+    def take_rows(self, x: Tensor, rows: np.ndarray) -> Tensor:
+        return x.index_select(0, self.wrap(rows))
+
+    def put_rows(self, target: Tensor, rows: np.ndarray, x: Tensor) -> None:
+        target.index_copy_(0, self.wrap(rows), x.to(target.dtype))
+
+    def scatter_columns(self, x: Tensor, columns: Tensor, width: int) -> Tensor:
+        return x.new_full((len(x), width), -torch.inf).index_copy_(1, columns, x)
+
+    def as_token_ids(self, tokens: Any) -> Tensor:
+        return torch.as_tensor(tokens).to(self.device).clamp(min=0)
+
+    def put_tokens(self, token_ids: Tensor, targets: np.ndarray, tokens: Any, sources: np.ndarray) -> None:
+        token_ids.index_copy_(0, self.wrap(targets), self.as_token_ids(tokens).index_select(0, self.wrap(sources)))
+
+    def take_sampled(self, hidden: Tensor, batch: ForwardBatch, rows: int = 1) -> Tensor:
+        if rows > 1:
+            return _sampled_runs(hidden, batch, rows).flatten(1)
+        return hidden if batch.all_sampled else hidden.index_select(0, batch.sampled_rows)
+
+    def mean_sampled(self, hidden: Tensor, batch: ForwardBatch, rows: int) -> Tensor:
+        return _sampled_runs(hidden, batch, rows).mean(1)
+
+    def host_call(self, function: Callable[[Any], None], x: Tensor) -> Tensor:
+        function(x)
+        return x
+
+    def token_rows(self, batch: ForwardBatch, width: int) -> Tensor:
+        return torch.empty((len(batch.token_ids), width), dtype=torch.float32, device=self.device)
+
+    def all_reduce(self, x: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+        x = x if self.group is None else self.group.all_reduce(x)
+        for term in (bias, add):
+            if term is not None:
+                x += term
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x if self.group is None else torch.as_tensor(self.group.all_gather(x))
+
+    def stack(self, parts: Sequence[np.ndarray], bias: np.ndarray | None, dtype: DType) -> tuple[Tensor, Tensor | None]:
+        """The parts [n_i, K] as one matrix, and their bias, on the device and rounded to ``dtype`` there."""
+        shape = (sum(len(part) for part in parts), parts[0].shape[1])
+        out = torch.empty(shape, dtype=torch_dtype(dtype), device=self.device)
+        start = 0
+        for part in parts:
+            out[start : start + len(part)].copy_(to_torch(part))
+            start += len(part)
+        return out, None if bias is None else self.array(bias, dtype)
+
+    def pack_heads(self, weight: np.ndarray, dtype: DType) -> PackedHeads:
+        return PlainHeads(self.array(weight, dtype))
+
+    def pack_experts(self, gate_up: Any, down: Any, shared: int = 0) -> PackedExperts:
+        return PlainExperts(gate_up, down)
+
+    def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        routed, shared = logits.split([logits.shape[1] - spec.shared, spec.shared], dim=1)
+        scores = routed.softmax(-1) if spec.scoring == "softmax" else routed.sigmoid()
+        choices = scores if bias is None else scores + bias
+        if spec.num_groups > 1:
+            groups = choices.unflatten(1, (spec.num_groups, -1))
+            of_group = groups.sort(-1, descending=True).values[..., : spec.best_of_group].sum(-1)
+            kept = torch.zeros_like(of_group, dtype=torch.bool).scatter_(
+                1, _best_indices(of_group, spec.top_groups), True
+            )
+            choices = groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+        experts = _best_indices(choices, spec.top_k)
+        weights = scores.gather(1, experts)
+        if spec.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        behind = torch.arange(routed.shape[1], logits.shape[1], device=logits.device).expand(len(logits), -1)
+        weights = torch.cat((weights * spec.scale, shared.sigmoid()), 1)
+        return torch.cat((experts, behind), 1).to(torch.int32), weights
+
+    def latent_rotary_and_cache(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        absorb: PackedHeads,
+        batch: ForwardBatch,
+        cos_sin: Tensor,
+        cache: LayerCache,
+    ) -> Tensor:
+        rope = k_rope.shape[1]
+        q_nope, q_rope = q.split((q.shape[2] - rope, rope), dim=2)
+        q_rope, k = self.rotary(q_rope, k_rope.unsqueeze(1), batch.positions, cos_sin)
+        self.reshape_and_cache(latent.unsqueeze(1), k, cache, batch.slot_mapping[cache.group])
+        return torch.cat((absorb(q_nope), q_rope), dim=2)
 
 
-def why_no_gpu() -> str:
-    """Why it sees none."""
-    why = "was built without CUDA" if torch.version.cuda is None else "sees no GPU; does nvidia-smi?"
-    return f"torch {torch.__version__} {why}"
+def _sampled_runs(hidden: Tensor, batch: ForwardBatch, rows: int) -> Tensor:
+    """Each sampled row with those that follow it, [N, rows, E]."""
+    steps = torch.arange(rows, device=hidden.device)
+    return hidden[batch.sampled_rows[:, None] + steps]
 
 
-def gpu_name() -> str:
-    """Of the process's current GPU."""
-    return str(torch.cuda.get_device_name())
-
-
-# Mixtures of experts in plain torch, on the products of any backend.
-
-
-class PlainExperts(PackedExperts):
-    """A loop over the experts, on the products of any backend."""
-
-    def __init__(self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]) -> None:
-        self._experts = [*zip(gate_up, down, strict=True)]
-
-    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
-        """The tokens of each expert together."""
-        out = x.new_zeros(x.shape, dtype=torch.float32) if add is None else add
-        for expert in experts.unique().tolist():
-            gate_up, down = self._experts[expert]
-            tokens, slots = (experts == expert).nonzero(as_tuple=True)
-            result = down(gate_up(x[tokens], activation="silu"), DType.FLOAT32)
-            out.index_add_(0, tokens, result * weights[tokens, slots, None])
-        return out
-
-
-def plain_route(logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``ExpertKernels.route`` in plain torch."""
-    routed, shared = logits.split([logits.shape[1] - spec.shared, spec.shared], dim=1)
-    scores = routed.softmax(-1) if spec.scoring == "softmax" else routed.sigmoid()
-    choices = scores if bias is None else scores + bias
-    if spec.num_groups > 1:
-        groups = choices.unflatten(1, (spec.num_groups, -1))
-        of_group = groups.sort(-1, descending=True).values[..., : spec.best_of_group].sum(-1)
-        kept = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, _best(of_group, spec.top_groups), True)
-        choices = groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
-    experts = _best(choices, spec.top_k)
-    weights = scores.gather(1, experts)
-    if spec.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    behind = torch.arange(routed.shape[1], logits.shape[1], device=logits.device).expand(len(logits), -1)
-    weights = torch.cat((weights * spec.scale, shared.sigmoid()), 1)
-    return torch.cat((experts, behind), 1).to(torch.int32), weights
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
+def _best_indices(scores: Tensor, count: int) -> Tensor:
     """Indices of the highest scores of each row, of equal ones the lowest first."""
     return scores.sort(stable=True, dim=-1, descending=True).indices[:, :count]
-
-
-class PlainHeads(PackedHeads):
-    """Matrices of heads as they are, multiplied by torch."""
-
-    def __init__(self, weight: Tensor) -> None:
-        """``weight``: [H, N, K]."""
-        self.weight = weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """A batch of products."""
-        return torch.einsum("thk,hnk->thn", x, self.weight).contiguous()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.weight.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,131 +191,37 @@ class TorchWeight(PackedWeight):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tensors."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-class TorchKernels(Kernels):
-    """Tensors on ``device``; a step is computed without gradients."""
+class PlainHeads(PackedHeads):
+    """Matrices of heads as they are, multiplied by torch."""
 
-    device: torch.device
-    mode = torch.inference_mode
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
 
-    def array(self, values: np.ndarray, dtype: DType | None = None) -> Tensor:
-        """A tensor on the device."""
-        return to_torch(values).to(self.device, None if dtype is None else torch_dtype(dtype), copy=True).contiguous()
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.einsum("thk,hnk->thn", x, self.weight).contiguous()
 
-    def wrap(self, values: np.ndarray) -> Tensor:
-        """Over the same memory if the device is a CPU."""
-        return to_torch(values).to(self.device)
-
-    def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """A tensor on the device."""
-        return torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
-
-    def write(self, target: Tensor, values: np.ndarray) -> None:
-        """Copies to the device."""
-        target.copy_(to_torch(values))
-
-    def to_numpy(self, x: Tensor) -> np.ndarray:
-        """Copies to the host, if the device is another."""
-        return from_torch(x)
-
-    def take_rows(self, x: Tensor, rows: np.ndarray) -> Tensor:
-        """By the index on the device."""
-        return x.index_select(0, self.wrap(rows))
-
-    def put_rows(self, target: Tensor, rows: np.ndarray, x: Tensor) -> None:
-        """By the index on the device."""
-        target.index_copy_(0, self.wrap(rows), x.to(target.dtype))
-
-    def scatter_columns(self, x: Tensor, columns: Tensor, width: int) -> Tensor:
-        """See ``ArrayMaker``."""
-        return x.new_full((len(x), width), -torch.inf).index_copy_(1, columns, x)
-
-    def as_token_ids(self, tokens: Any) -> Tensor:
-        """Of tokens on the device, or of the host's."""
-        return torch.as_tensor(tokens).to(self.device).clamp(min=0)
-
-    def put_tokens(self, token_ids: Tensor, targets: np.ndarray, tokens: Any, sources: np.ndarray) -> None:
-        """See ``ArrayMaker``."""
-        token_ids.index_copy_(0, self.wrap(targets), self.as_token_ids(tokens).index_select(0, self.wrap(sources)))
-
-    def take_sampled(self, hidden: Tensor, batch: ForwardBatch, rows: int = 1) -> Tensor:
-        """See ``Kernels``."""
-        if rows > 1:
-            return _runs(hidden, batch, rows).flatten(1)
-        return hidden if batch.all_sampled else hidden.index_select(0, batch.sampled_rows)
-
-    def mean_sampled(self, hidden: Tensor, batch: ForwardBatch, rows: int) -> Tensor:
-        """See ``Kernels``."""
-        return _runs(hidden, batch, rows).mean(1)
-
-    def host_call(self, function: Callable[[Any], None], x: Tensor) -> Tensor:
-        """At once."""
-        function(x)
-        return x
-
-    def token_rows(self, batch: ForwardBatch, width: int) -> Tensor:
-        """See ``Kernels``."""
-        return torch.empty((len(batch.token_ids), width), dtype=torch.float32, device=self.device)
-
-    def all_reduce(self, x: Tensor, bias: Tensor | None = None, add: Tensor | None = None) -> Tensor:
-        """By the group's communicator."""
-        x = x if self.group is None else self.group.all_reduce(x)
-        for term in (bias, add):
-            if term is not None:
-                x += term
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """By the group's communicator."""
-        return x if self.group is None else torch.as_tensor(self.group.all_gather(x))
-
-    def stack(self, parts: Sequence[np.ndarray], bias: np.ndarray | None, dtype: DType) -> tuple[Tensor, Tensor | None]:
-        """The parts [n_i, K] as one matrix, and their bias, on the device and rounded to ``dtype`` there."""
-        shape = (sum(len(part) for part in parts), parts[0].shape[1])
-        out = torch.empty(shape, dtype=torch_dtype(dtype), device=self.device)
-        start = 0
-        for part in parts:
-            out[start : start + len(part)].copy_(to_torch(part))
-            start += len(part)
-        return out, None if bias is None else self.array(bias, dtype)
-
-    def pack_heads(self, weight: np.ndarray, dtype: DType) -> PackedHeads:
-        """One tensor."""
-        return PlainHeads(self.array(weight, dtype))
-
-    def pack_experts(self, gate_up: Any, down: Any, shared: int = 0) -> PackedExperts:
-        """A loop over the experts."""
-        return PlainExperts(gate_up, down)
-
-    def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """In plain torch."""
-        return plain_route(logits, spec, bias)
-
-    def latent_rotary_and_cache(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        absorb: PackedHeads,
-        batch: ForwardBatch,
-        cos_sin: Tensor,
-        cache: LayerCache,
-    ) -> Tensor:
-        """By the backend's other operations."""
-        rope = k_rope.shape[1]
-        q_nope, q_rope = q.split((q.shape[2] - rope, rope), dim=2)
-        q_rope, k = self.rotary(q_rope, k_rope.unsqueeze(1), batch.positions, cos_sin)
-        self.reshape_and_cache(latent.unsqueeze(1), k, cache, batch.slot_mapping[cache.group])
-        return torch.cat((absorb(q_nope), q_rope), dim=2)
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
 
 
-def _runs(hidden: Tensor, batch: ForwardBatch, rows: int) -> Tensor:
-    """Each sampled row with those that follow it, [N, rows, E]."""
-    steps = torch.arange(rows, device=hidden.device)
-    return hidden[batch.sampled_rows[:, None] + steps]
+class PlainExperts(PackedExperts):
+    """Loops over the experts, with the products of any backend."""
+
+    def __init__(self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]) -> None:
+        self._experts = [*zip(gate_up, down, strict=True)]
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
+        out = x.new_zeros(x.shape, dtype=torch.float32) if add is None else add
+        for expert in experts.unique().tolist():
+            gate_up, down = self._experts[expert]
+            tokens, slots = (experts == expert).nonzero(as_tuple=True)
+            result = down(gate_up(x[tokens], activation="silu"), DType.FLOAT32)
+            out.index_add_(0, tokens, result * weights[tokens, slots, None])
+        return out
 
 
 # Collectives of ``torch.distributed``, and links between pipeline stages.
@@ -279,13 +231,12 @@ class TorchCommunicator:
     """A group of ``torch.distributed``: NCCL between GPUs, Gloo on CPUs."""
 
     def __init__(self, group: Any = None) -> None:
-        """``group`` of ``torch.distributed``, which is initialised; None: all processes."""
         self._group = group
         self.rank: int = torch.distributed.get_rank(group)
         self.size: int = torch.distributed.get_world_size(group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See ``Communicator``. More than two ranks gather all parts, as the library's order of sums is not known."""
+        """More than two ranks gather all parts and add them, as the order of sums of NCCL and Gloo is unspecified."""
         x = torch.as_tensor(x)
         if self.size > 2:
             return sum_as_tree(self._gather(x))
@@ -293,7 +244,6 @@ class TorchCommunicator:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See ``Communicator``."""
         return torch.cat(self._gather(torch.as_tensor(x)), dim=-1)
 
     def _gather(self, x: Tensor) -> list[Tensor]:
@@ -306,27 +256,24 @@ class TorchLink:
     """A link of ``torch.distributed``, between any two processes."""
 
     def __init__(self, peer: int) -> None:
-        """``peer`` is the global rank at the other end."""
         self._peer = peer
 
     def send(self, x: Any) -> None:
-        """See ``StageLink``."""
         torch.distributed.send(torch.as_tensor(x).contiguous(), self._peer)
 
     def receive(self, x: Any) -> None:
-        """See ``StageLink``."""
         torch.distributed.recv(torch.as_tensor(x), self._peer)
 
 
 def sum_as_tree(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of equal shapes, joined as a binary tree whose left half has the odd part more."""
+    """The sum of tensors, joined as a binary tree; the left half has the odd one."""
     if len(parts) == 1:
         return parts[0]
     middle = (len(parts) + 1) // 2
     return sum_as_tree(parts[:middle]) + sum_as_tree(parts[middle:])
 
 
-# Host memory that a GPU copies from and to: pinned where that is possible.
+# Host memory that a GPU copies from and to, pinned if possible.
 
 logger = logging.getLogger("octavo")
 
@@ -334,17 +281,16 @@ logger = logging.getLogger("octavo")
 def host_empty(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
     """Uninitialised host memory, pinned if the system allows it; else plain, with a warning once.
 
-    A copy of plain memory is as right, but several times as slow, and does not run beside kernels.
+    Copies of plain memory are several times as slow, and do not run beside kernels.
     """
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
-    except RuntimeError as e:  # such as a limit on locked memory, or a driver that cannot (WSL)
+    except RuntimeError as e:  # for example a limit on locked memory, or a driver without it (WSL)
         _warn(str(e).partition("\n")[0])
         return torch.empty(shape, dtype=dtype)
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A copy of a tensor of the host in such memory."""
     return host_empty(tensor.shape, tensor.dtype).copy_(tensor)
 
 
@@ -357,29 +303,25 @@ def _warn(reason: str) -> None:
 
 # Sends the inputs of a step to a GPU as one copy from pinned memory.
 
-#: Bytes; where an array begins in a packed copy is a multiple of it. Kernels are compiled for pointers that are.
+#: Arrays begin at multiples of this number of bytes in a packed copy; kernels are compiled for such pointers.
 _ALIGNMENT = 16
 
 
 class PinnedSend:
     """Packs arrays into a pinned buffer and queues one copy on the current stream.
 
-    Owns two buffers used in turn, so that one is filled while the other is read; before one is filled again its last
-    copy is waited for. With no more than two steps in flight that copy is over, as its step is.
+    Owns two buffers used in turn, so that one is filled while the other is read. Before a buffer is filled again, the
+    thread waits for its last copy, which with at most two steps in flight has ended with its step.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """``cuda`` has ``Event``; tests give another."""
         self._device = device
         self._cuda = cuda
+        self._pin = device.type == "cuda"
         self._buffers = [_Buffer(1 << 13, self._pin) for _ in range(2)]
 
-    @property
-    def _pin(self) -> bool:
-        return self._device.type == "cuda"
-
     def __call__(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """See ``Send``: views of one new tensor."""
+        """The arrays on the device, as views of one new tensor."""
         longs = [array for array in arrays if array.itemsize == 8]
         ints = [array for array in arrays if array.itemsize == 4]
         long_sizes, end_of_longs = _layout(longs, _ALIGNMENT // 8)
@@ -407,7 +349,7 @@ class PinnedSend:
 
 
 class _Buffer:
-    """Host memory for so many int64, also as an array, and the event after the last copy from it."""
+    """Host memory for ``size`` int64, also as an array, and the event after the last copy from it."""
 
     def __init__(self, size: int, pin: bool) -> None:
         self.memory = host_empty(size, torch.int64) if pin else torch.empty(size, dtype=torch.int64)
@@ -416,7 +358,7 @@ class _Buffer:
 
 
 def _layout(arrays: Sequence[NDArray[Any]], multiple: int) -> tuple[list[int], int]:
-    """Numbers in each array and in the gap after it, by turns, and in all of them."""
+    """(sizes of each array and of the gap after it, by turns; total size)."""
     sizes: list[int] = []
     end = 0
     for array in arrays:
@@ -439,14 +381,13 @@ def _unpack(arrays: Sequence[NDArray[Any]], sizes: list[int], packed: Tensor) ->
     return [p if a.ndim == 1 else p.view(a.shape) for p, a in zip(parts, arrays, strict=True)]
 
 
-# Tokens and logits that are tensors of torch, on their way to the host.
+# Copies of logits and tokens to the host.
 
 
 class TorchLogits(NumpySampling):
-    """The numpy backend for logits of torch."""
+    """``NumpySampling`` for logits of torch."""
 
     def prepare(self, logits: Array) -> Array:
-        """On the host, over the same memory if they are there."""
         return as_rows(logits.cpu()).numpy()
 
 
@@ -466,7 +407,6 @@ class HostCopy:
             self._done.record(torch.cuda.current_stream(values.device))
 
     def wait(self) -> Tensor:
-        """The tensor on the host; the same tensor if it was there already."""
         if self._done is not None:
             self._done.synchronize()
         return self._copy
@@ -478,7 +418,7 @@ def as_rows(logits: Tensor) -> Tensor:
     return values if values.stride(-1) == 1 else values.contiguous()
 
 
-# The memory of a GPU, and what the largest step takes of it.
+# The memory of a GPU, and its peak in the largest step (vLLM: profile_run).
 
 
 class DeviceMemory(Protocol):
@@ -491,10 +431,10 @@ class DeviceMemory(Protocol):
         """Peak of this process's tensors since ``reset_peak``, fragmentation included."""
 
     def outside(self) -> int:
-        """In use by anything but this process's tensors: the driver's context, compiled code, other programs."""
+        """Bytes in use other than by this process's tensors: the driver's context, compiled code, other programs."""
 
     def total(self) -> int:
-        """Of the device."""
+        """All bytes of the device."""
 
     def free(self) -> int:
         """Bytes not in use."""
@@ -507,7 +447,6 @@ class CudaMemory:
         self._device = torch.device(device)
 
     def reset_peak(self) -> None:
-        """Empties torch's cache of freed memory first."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -518,16 +457,13 @@ class CudaMemory:
         return int(torch.cuda.max_memory_reserved(self._device))
 
     def outside(self) -> int:
-        """What the driver counts and torch does not."""
         free, total = torch.cuda.mem_get_info(self._device)
         return max(0, int(total - free - torch.cuda.memory_reserved(self._device)))
 
     def total(self) -> int:
-        """As the driver counts it."""
         return int(torch.cuda.mem_get_info(self._device)[1])
 
     def free(self) -> int:
-        """As the driver counts it, plus what torch has cached."""
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0] + kept)
 
@@ -535,8 +471,8 @@ class CudaMemory:
 def measure_peak(run_largest_step: Callable[[], object], memory: DeviceMemory) -> int:
     """Bytes of the device in use at the peak of the largest step, weights and other programs included.
 
-    The step is run twice: the first time compiles kernels and makes workspaces that stay. Memory that it
-    no longer holds is freed, so that the KV cache can use it.
+    The step is run twice: the first run compiles kernels and allocates workspaces that stay. Freed memory is returned
+    to the device, for the KV cache.
 
     Raises:
         InsufficientMemoryError: the step does not fit.
@@ -556,7 +492,7 @@ def measure_peak(run_largest_step: Callable[[], object], memory: DeviceMemory) -
 
 
 def in_use(memory: DeviceMemory) -> int:
-    """Bytes of the device that something holds; what torch has cached is freed first."""
+    """Bytes of the device in use, after torch's cache is freed."""
     memory.reset_peak()
     return memory.peak() + memory.outside()
 
@@ -571,35 +507,31 @@ class DeviceLimits(msgspec.Struct, frozen=True):
     """Measured limits of one device."""
 
     device: str
-    #: Bandwidth of a copy within the device's memory (read and written), and of a sum (read), in 10^9 bytes a second.
+    #: In 10^9 bytes a second, of a copy within the device's memory (read and written), and of a sum (read).
     copy_gb_s: float
     read_gb_s: float
-    #: Rate of a large product of random bfloat16 matrices, in 10^12 operations a second; a multiply-add is two.
+    #: Of a large product of random matrices, in 10^12 operations a second; a multiply-add is two.
     bf16_tflops: float
 
     @property
     def bandwidth_gb_s(self) -> float:
-        """The larger of the two; shares of bandwidth are relative to this."""
+        """The larger bandwidth; shares of bandwidth are relative to this."""
         return max(self.copy_gb_s, self.read_gb_s)
 
 
-#: Size of the tensor that is copied and summed: many times a GPU's caches.
-COPIED_BYTES = 4 << 30
-
-
-def measure_device(device: torch.device | str, copied_bytes: int = COPIED_BYTES, size: int = 8192) -> DeviceLimits:
+def measure_device(device: torch.device | str, copied_bytes: int = 4 << 30, size: int = 8192) -> DeviceLimits:
     """Measures for a second or two.
 
     Args:
-        device: a GPU (or a CPU, to try it out).
-        copied_bytes: size of the tensor that is copied and summed; never more than a quarter of a GPU's free memory.
+        copied_bytes: size of the tensor that is copied and summed, many times a GPU's caches; at most a quarter of its
+            free memory.
         size: rows and columns of the matrices.
     """
     device = torch.device(device)
     if device.type == "cuda":
         copied_bytes = min(copied_bytes, torch.cuda.mem_get_info(device)[0] // 4)
     elements = copied_bytes // 4
-    copy, read = _copy_and_read(torch.randn(elements, device=device))
+    copy, read = _copy_and_read_seconds(torch.randn(elements, device=device))
     # Random numbers, as on zeros a GPU draws less power and runs faster.
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
@@ -615,15 +547,14 @@ def measure_device(device: torch.device | str, copied_bytes: int = COPIED_BYTES,
     )
 
 
-def _copy_and_read(source: Tensor) -> tuple[float, float]:
-    """Seconds to copy a tensor, and to sum it."""
+def _copy_and_read_seconds(source: Tensor) -> tuple[float, float]:
     target = torch.empty_like(source)
     copy = seconds_per_call(lambda: target.copy_(source), source.device)
     return copy, seconds_per_call(source.sum, source.device)
 
 
 def seconds_per_call(work: Work, device: torch.device | str, budget: float = 0.3) -> float:
-    """Median seconds of a call, over as many as fit in ``budget`` seconds (3 to 1000), after three warm-up calls.
+    """Median seconds of the calls that fit in ``budget`` seconds (3 to 1000), after three warm-up calls.
 
     On a GPU the calls are queued without waiting; work that is shorter than its launch should be a graph (``graphed``).
     """
@@ -637,7 +568,7 @@ def seconds_per_call(work: Work, device: torch.device | str, budget: float = 0.3
 
 
 def graphed(work: Work, device: torch.device | str) -> Work:
-    """On a GPU the replay of ``work`` as a captured graph, without launch overhead; elsewhere ``work`` itself."""
+    """The replay of ``work`` as a captured graph, without launch overhead; ``work`` itself on a CPU."""
     if torch.device(device).type != "cuda":
         return work
     side = torch.cuda.Stream()
@@ -673,22 +604,45 @@ def _event_times(work: Work, count: int) -> list[float]:
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
 
 
+# GPUs that torch sees.
+
+
+def num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def why_no_gpu() -> str:
+    why = "was built without CUDA" if torch.version.cuda is None else "sees no GPU; does nvidia-smi?"
+    return f"torch {torch.__version__} {why}"
+
+
+def gpu_name() -> str:
+    return str(torch.cuda.get_device_name())
+
+
+def check_fp8(device: torch.device, option: str) -> None:
+    """Raises ConfigError, which names the option, if the GPU has no fp8."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"{option} needs a GPU of compute capability 8.9 or newer; {name} is older: use int8")
+
+
 def describe_gpus() -> list[dict[str, Any]]:
-    """Each GPU's name, memory (bytes), compute capability and multiprocessors."""
-    return [_describe(i) for i in range(torch.cuda.device_count())]
-
-
-def _describe(index: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    return {
-        "name": properties.name,
-        "memory_bytes": {"total": total, "available": free},
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-    }
+    """The facts of each GPU that ``octavo info`` prints."""
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "memory_bytes": {"total": total, "available": free},
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "multiprocessors": properties.multi_processor_count,
+            }
+        )
+    return gpus
 
 
 def cuda_version() -> str | None:
-    """The one that torch was built with."""
     return torch.version.cuda

@@ -1,4 +1,4 @@
-"""Rows of a quantised tensor in the format of GGUF files."""
+"""Quantised matrices in a checkpoint's own bits: GGUF blocks, and the groups of GPTQ, AWQ and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -8,51 +8,57 @@ import math
 import os
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 
 from octavo.core.dtypes import DType, rounded
 from octavo.core.errors import ConfigError
 
-# Matrices that a loader passes to layers in a checkpoint's own bits, instead of a tensor.
+_PLAIN = {dtype.checkpoint_name: dtype for dtype in DType if dtype.is_float}
+#: Types whose values the compiled kernels compute.
+_COMPILED = ("Q4_0", "Q4_1", "Q8_0")
+#: Values that the gguf package dequantises at once: its steps stay in a processor's cache.
+_AT_ONCE = 1 << 16
 
 
+@dataclass(frozen=True)
 class QuantizedRows(ABC):
-    """A quantised matrix [N, K]."""
+    """A quantised matrix [N, K], which a loader passes to layers in the checkpoint's own bits, instead of an array."""
+
+    #: Whether this is the transposed matrix, [K, N], of the same bits.
+    transposed: bool = field(default=False, kw_only=True)
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """(N, K), or (K, N) if transposed."""
 
-    @abstractmethod
-    def t(self) -> QuantizedRows:
+    def t(self) -> Self:
         """The transposed matrix, of the same bits; it must be transposed again before it is packed."""
+        return replace(self, transposed=not self.transposed)
 
     @abstractmethod
-    def reorder(self, order: np.ndarray) -> QuantizedRows:
+    def reorder(self, order: np.ndarray) -> Self:
         """The rows ``order``, of a matrix that is not transposed."""
 
-    @abstractmethod
-    def take(self, rows: slice, columns: slice) -> QuantizedRows:
-        """A share of the matrix.
+    def take(self, rows: slice, columns: slice) -> Self:
+        """A share of the matrix; ConfigError if the columns begin or end where the format cannot be divided."""
+        return self.t()._take(columns, rows).t() if self.transposed else self._take(rows, columns)
 
-        Raises:
-            ConfigError: the columns begin or end where the format cannot be divided.
-        """
+    @abstractmethod
+    def _take(self, rows: slice, columns: slice) -> Self:
+        """``take`` of a matrix that is not transposed."""
 
     @abstractmethod
     def dequantize(self) -> np.ndarray:
         """The values, float32 of ``shape``."""
 
 
-_PLAIN = {dtype.checkpoint_name: dtype for dtype in DType if dtype.is_float}
-#: Types of which the compiled kernels compute the values.
-_COMPILED = ("Q4_0", "Q4_1", "Q8_0")
-#: Values that the gguf package dequantises at once: its steps stay in a processor's cache.
-_AT_ONCE = 1 << 16
+def to_values(tensor: np.ndarray | QuantizedRows) -> np.ndarray:
+    """The tensor, dequantised if it is in a checkpoint's own bits."""
+    return tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
 
 
 @dataclass(frozen=True)
@@ -67,31 +73,16 @@ class GGUFRows(QuantizedRows):
     columns: int
     #: Values in a block, which cannot be split.
     block: int
-    #: Whether this is the transposed matrix, [K, N]: its blocks are those of the other.
-    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K), or (K, N) if transposed."""
         return (self.columns, len(self.rows)) if self.transposed else (len(self.rows), self.columns)
 
-    def t(self) -> GGUFRows:
-        """The transposed matrix, of the same blocks."""
-        return replace(self, transposed=not self.transposed)
-
-    def reorder(self, order: np.ndarray) -> GGUFRows:
-        """The rows ``order``, of a matrix that is not transposed."""
+    def reorder(self, order: np.ndarray) -> Self:
         assert not self.transposed
         return replace(self, rows=self.rows[order])
 
-    def take(self, rows: slice, columns: slice) -> GGUFRows:
-        """A share of the matrix.
-
-        Raises:
-            ConfigError: the columns begin or end within a block.
-        """
-        if self.transposed:
-            return self.t().take(columns, rows).t()
+    def _take(self, rows: slice, columns: slice) -> Self:
         start, stop, _ = columns.indices(self.columns)
         if start % self.block or stop % self.block:
             raise ConfigError(
@@ -99,22 +90,18 @@ class GGUFRows(QuantizedRows):
                 f"{self.block}; use fewer tensor-parallel workers or load with quantization='none'"
             )
         size = self.rows.shape[1] * self.block // self.columns
-        taken = self.rows[rows, start // self.block * size : stop // self.block * size]
-        return GGUFRows(self.kind, np.ascontiguousarray(taken), stop - start, self.block)
+        share = self.rows[rows, start // self.block * size : stop // self.block * size]
+        return replace(self, rows=np.ascontiguousarray(share), columns=stop - start)
 
     def dequantize(self) -> np.ndarray:
-        """The values, float32 of ``shape``."""
         values = dequantize(self.kind, self.rows)
         return values.T if self.transposed else values
 
 
 def dequantize(kind: str, rows: np.ndarray, dtype: DType = DType.FLOAT32) -> np.ndarray:
-    """The values of rows of a GGUF type, those of the gguf package, rounded to ``dtype``.
+    """The values of uint8 rows [N, bytes of a row] of a GGUF type, equal to the gguf package's: [N, K].
 
-    Args:
-        kind: name of the type.
-        rows: uint8 [N, bytes of a row].
-        dtype: of the result [N, K]: float32 or bfloat16.
+    ``dtype``: float32 or bfloat16.
     """
     if kind in _PLAIN:
         return rounded(rows.view(_PLAIN[kind].numpy), dtype)
@@ -144,15 +131,13 @@ def dequantize(kind: str, rows: np.ndarray, dtype: DType = DType.FLOAT32) -> np.
 
 @functools.cache
 def _compiled() -> Any:
-    """The compiled kernels, if they are built and new enough; they are several times faster, whatever the backend."""
+    """The compiled kernels, if they are built and new enough; they are several times faster than numpy."""
     try:
         cpu = importlib.import_module("octavo._cpu")
     except ImportError:
         return None
     return cpu if hasattr(cpu, "dequantize_gguf") else None
 
-
-# Rows of integers with a scale for each group of values: GPTQ, AWQ, and the integers of compressed-tensors.
 
 #: Values that ``dequantize_groups`` computes at once, as it makes float32 copies of them.
 _GROUPS_AT_ONCE = 1 << 24
@@ -167,18 +152,15 @@ class GroupQuantizedRows(QuantizedRows):
 
     #: 4 or 8.
     bits: int
-    #: uint8 [N, K], one code in 0 .. 2^bits - 1 a byte.
+    #: uint8 [N, K], one code in 0 .. 2^bits - 1 per byte.
     codes: np.ndarray
-    #: Of any floating type, [N, groups]; the number of groups divides K.
+    #: [N, groups] of any floating type; the number of groups divides K.
     scales: np.ndarray
     #: uint8 [N, groups]; None: all are 2^(bits - 1), so that the codes are symmetric around zero.
     zeros: np.ndarray | None = None
-    #: Whether this is the transposed matrix, [K, N]: its groups are those of the other.
-    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K), or (K, N) if transposed."""
         n, k = self.codes.shape
         return (k, n) if self.transposed else (n, k)
 
@@ -187,38 +169,26 @@ class GroupQuantizedRows(QuantizedRows):
         """Consecutive values of a row that share a scale."""
         return int(self.codes.shape[1] // self.scales.shape[1])
 
-    def t(self) -> GroupQuantizedRows:
-        """The transposed matrix, of the same groups."""
-        return replace(self, transposed=not self.transposed)
-
-    def reorder(self, order: np.ndarray) -> GroupQuantizedRows:
-        """The rows ``order``, of a matrix that is not transposed."""
+    def reorder(self, order: np.ndarray) -> Self:
         assert not self.transposed
-        return self._rows(order)
+        zeros = None if self.zeros is None else self.zeros[order]
+        return replace(self, codes=self.codes[order], scales=self.scales[order], zeros=zeros)
 
-    def take(self, rows: slice, columns: slice) -> GroupQuantizedRows:
-        """A share of the matrix, in smaller groups of the same scales if its columns divide a group."""
-        if self.transposed:
-            return self.t().take(columns, rows).t()
+    def _take(self, rows: slice, columns: slice) -> Self:
+        """In smaller groups of the same scales if the columns divide a group."""
         start, stop, _ = columns.indices(self.shape[1])
-        taken = self._rows(rows)
-        taken = replace(taken, codes=taken.codes[:, start:stop])
-        if self.scales.shape[1] == 1:
-            return taken
-        step = math.gcd(self.group, start, stop)
-        divided, groups = self.group // step, slice(start // step, stop // step)
-        scales = np.repeat(taken.scales, divided, 1)[:, groups]
-        zeros = None if taken.zeros is None else np.repeat(taken.zeros, divided, 1)[:, groups]
-        return replace(taken, scales=scales, zeros=zeros)
+        codes, scales = self.codes[rows, start:stop], self.scales[rows]
+        zeros = None if self.zeros is None else self.zeros[rows]
+        if scales.shape[1] > 1:
+            step = math.gcd(self.group, start, stop)
+            divided, groups = self.group // step, slice(start // step, stop // step)
+            scales = np.repeat(scales, divided, 1)[:, groups]
+            zeros = None if zeros is None else np.repeat(zeros, divided, 1)[:, groups]
+        return replace(self, codes=codes, scales=scales, zeros=zeros)
 
     def dequantize(self, dtype: DType = DType.FLOAT32) -> np.ndarray:
-        """The values, of ``shape`` and rounded to ``dtype``."""
         values = dequantize_groups(self.codes, self.scales, self.zeros, self.bits, dtype)
         return values.T if self.transposed else values
-
-    def _rows(self, rows: slice | np.ndarray) -> GroupQuantizedRows:
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return replace(self, codes=self.codes[rows], scales=self.scales[rows], zeros=zeros)
 
 
 def dequantize_groups(
@@ -231,14 +201,12 @@ def dequantize_groups(
 ) -> np.ndarray:
     """(code - zero) * scale, computed in float32 and rounded to ``dtype``: [N, K].
 
-    Args:
-        codes, scales, zeros, bits: as in ``GroupQuantizedRows``.
-        dtype: of the result.
-        group_index: int64 [K], the group of each column; None: consecutive groups of equal size.
+    ``group_index``: int64 [K], the group of each column; None: consecutive groups of equal size, as in
+    ``GroupQuantizedRows``.
     """
     n, k = codes.shape
     out = np.empty((n, k), dtype.numpy)
-    # A column's scale is that of its group: taken by index, or, several times faster, by broadcasting over each group.
+    # Scales of groups are broadcast over their columns, which is several times faster than an index by column.
     groups, inside = (k, 1) if group_index is not None else (scales.shape[1], k // scales.shape[1])
     step = max(1, _GROUPS_AT_ONCE // k)
 

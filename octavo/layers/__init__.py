@@ -1,1 +1,1 @@
-"""Layers that every network is built of; each knows its share in a tensor-parallel group."""
+"""Layers that every network is built of; each knows its share in a tensor-parallel group. Read ``layer.py`` first."""

@@ -1,4 +1,4 @@
-"""Attention with its projections, as decoder-only transformers have it."""
+"""Attention with its projections: of decoders and encoders, cross attention, and multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Array, AttentionSpec, LayerCache, PackedHeads, PositionBias
-from octavo.kernels.weight_rows import QuantizedRows
+from octavo.kernels.weight_rows import QuantizedRows, to_values
 from octavo.layers.layer import Layer, LayerContext, RMSNorm, Weight
 from octavo.layers.linear import ParallelLinear, Part, QKVParallelLinear, RowParallelLinear, share_heads
 from octavo.layers.rope import RotaryRows, RotaryTable
 
 
 class Attention(Layer):
-    """Grouped-query attention over a paged cache; positions are rotary, linear biases, or not its business."""
+    """Grouped-query attention over a paged cache, with rotary positions, linear biases, or neither."""
 
     def __init__(
         self,
@@ -33,9 +33,7 @@ class Attention(Layer):
         """Tensors are named q_proj, k_proj, v_proj, o_proj, and q_norm and k_norm if the configuration has ``qk_norm``.
 
         Args:
-            config: sizes, biases, and whether heads of q and k are normalised before the rotation.
-            context: as for all layers.
-            spec: scale, window and soft cap; the ALiBi slopes are those of all heads of the network.
+            spec: ALiBi slopes and position bias are those of all heads of the network.
             rotary: the table of angles; None: queries and keys are not rotated.
             norm: of queries and keys.
         """
@@ -68,7 +66,6 @@ class Attention(Layer):
         self.rotary = rotary
 
     def make_qkv(self, config: ModelConfig, context: LayerContext) -> QKVParallelLinear:
-        """The projections to queries, keys and values."""
         return QKVParallelLinear(
             context, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias
         )
@@ -82,7 +79,7 @@ class Attention(Layer):
         return self.out.add_to(residual, self.attend(self.qkv(x), cache, batch))
 
     def attend(self, qkv: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """What ``qkv`` [T, all heads] attends to, before the output projection; writes keys and values."""
+        """The attention of ``qkv`` [T, all heads] before the output projection; writes keys and values."""
         tokens, kernels = qkv.shape[0], self.kernels
         heads, queries, keys = qkv.reshape(tokens, -1, self.head_dim), self.heads, self.heads + self.kv_heads
         q, k, v = heads[:, :queries], heads[:, queries:keys], heads[:, keys:]
@@ -95,36 +92,29 @@ class Attention(Layer):
         return kernels.paged_attention(q, cache, batch, self.spec).reshape(tokens, -1)
 
 
-# Slopes of attention with linear biases.
-
-
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """A slope for each query head (Press et al. 2021, section 3).
 
     For n heads, n a power of two, the slopes are 2^(-8 i / n), i = 1 to n. Otherwise they are those of the greatest
     power of two below n, and then every other one of twice as many heads, as in the authors' code.
     """
-    known = 2 ** math.floor(math.log2(heads))
-    slopes = [2.0 ** (-8.0 * i / known) for i in range(1, known + 1)]
-    slopes += [2.0 ** (-4.0 * i / known) for i in range(1, 2 * (heads - known), 2)]
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-4.0 * i / power) for i in range(1, 2 * (heads - power), 2)]
     return tuple(slopes)
 
 
-# Relative position bias: what is added to scores depends on the distance of query and key, in buckets.
-
-
 class RelativeBias(Layer):
-    """A table [buckets, heads] of the checkpoint, spread over the distances; layers may share it.
+    """Relative position bias: a table [buckets, heads] of the checkpoint, spread over the distances of query and key.
 
-    Half of the buckets are for keys before the query, half for those after it, or all are for those before it where
-    none after it are seen (``causal``). Half of those of one side have one distance each, and the others grow by the
-    logarithm up to ``longest``: the last one has all distances beyond (Raffel et al. 2020, section 2.1).
+    Layers may share it. Half of the buckets are for keys before the query, half for those after it; if ``causal``, all
+    are for keys before it. Half of the buckets of one side have one distance each, the others grow by the logarithm up
+    to ``longest``, and the last one has all greater distances (Raffel et al. 2020, section 2.1).
     """
 
     def __init__(
         self, context: LayerContext, heads: int, buckets: int, longest: int = 128, *, causal: bool = False
     ) -> None:
-        """Raises ConfigError for fewer buckets than that needs, or a ``longest`` that has a bucket of its own."""
         super().__init__()
         sides = 1 if causal else 2
         exact = buckets // sides // 2
@@ -139,7 +129,6 @@ class RelativeBias(Layer):
         self._buckets, self._longest, self._causal = buckets, longest, causal
 
     def place(self, shard: str, tensor: np.ndarray) -> None:
-        """Spreads the table."""
         reach = self.bias.reach
         index = buckets_of(np.arange(-reach, reach + 1), self._buckets, self._longest, causal=self._causal)
         self.bias.values[:] = tensor.astype(np.float32)[index].T
@@ -159,30 +148,13 @@ def buckets_of(distance: np.ndarray, buckets: int, longest: int, *, causal: bool
 # Attention of a decoder's tokens over the output of an encoder (Vaswani et al. 2017, section 3.2.3).
 
 
-class QueryParallelLinear(ParallelLinear):
-    """The query projection alone: this rank's heads."""
-
-    def __init__(self, context: LayerContext, hidden: int, outputs: int, rows: slice, bias: bool) -> None:
-        super().__init__(context, [Part("", outputs, rows, slice(None))], hidden, hidden, bias)
-
-
-class KVParallelLinear(ParallelLinear):
-    """Key and value projections in one product: this rank's KV heads."""
-
-    prefix = "kv_proj."
-
-    def __init__(self, context: LayerContext, inputs: int, outputs: int, rows: slice, bias: bool) -> None:
-        parts = [Part(name, outputs, rows, slice(None)) for name in ("k_proj", "v_proj")]
-        super().__init__(context, parts, inputs, inputs, bias)
-
-
 @dataclass(frozen=True)
 class CrossQueries:
     """Queries of a layer's cross attention."""
 
     #: [T, H, D] of this rank's heads.
     values: Array
-    #: Which those are of all.
+    #: This rank's heads among ``num_heads``.
     heads: slice
     num_heads: int
     spec: AttentionSpec
@@ -191,25 +163,19 @@ class CrossQueries:
 class CrossAttention(Layer):
     """Queries of the decoder's tokens, keys and values of the encoder's output.
 
-    The keys and values lie in the cache of the layer's self-attention, in blocks of their own: ``write`` puts them
-    there once, and every later step reads them over the batch's cross tables. So they have the shape of the decoder's.
+    The keys and values are in the cache of the layer's self-attention, and have its shape, in blocks of their own:
+    ``write`` puts them there once, and every later step reads them over the batch's cross tables.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        context: LayerContext,
-        scale: float | None = None,
-        *,
-        width: int | None = None,
+        self, config: ModelConfig, context: LayerContext, scale: float | None = None, *, width: int | None = None
     ) -> None:
         """Tensors are named q_proj, k_proj, v_proj and o_proj.
 
         Args:
-            config: heads and biases of the decoder.
-            context: as for all layers.
-            scale: of the scores; None: that of the head size.
-            width: of the encoder's output; None: that of the decoder.
+            config: of the decoder.
+            scale: of the scores, by default ``head_dim ** -0.5``.
+            width: of the encoder's output, by default that of the decoder.
         """
         super().__init__()
         heads, kv_heads, head_dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
@@ -218,10 +184,11 @@ class CrossAttention(Layer):
         columns = slice(own.start * head_dim, own.stop * head_dim)
         rows = slice(own_kv.start * head_dim, own_kv.stop * head_dim)
         self.kernels, self.head_dim = context.kernels, head_dim
-        query = QueryParallelLinear(context, hidden, heads * head_dim, columns, config.qkv_bias)
-        self.query = self.attach("q_proj", query)
-        kv = KVParallelLinear(context, width or hidden, kv_heads * head_dim, rows, config.qkv_bias)
-        self.kv = self.attach("", kv)
+        query = Part("", heads * head_dim, columns)
+        self.query = self.attach("q_proj", ParallelLinear(context, [query], hidden, config.qkv_bias))
+        kv = [Part(name, kv_heads * head_dim, rows) for name in ("k_proj", "v_proj")]
+        linear = ParallelLinear(context, kv, width or hidden, config.qkv_bias, prefix="kv_proj.")
+        self.kv = self.attach("", linear)
         self.kv_heads = own_kv.stop - own_kv.start
         self._own, self._num_heads = own, heads
         self.out = self.attach("o_proj", RowParallelLinear(context, heads * head_dim, hidden, config.o_bias, columns))
@@ -235,7 +202,6 @@ class CrossAttention(Layer):
         self.kernels.reshape_and_cache(keys, values, cache, batch.slot_mapping[cache.group])
 
     def queries(self, x: Array) -> CrossQueries:
-        """The queries of x [T, E]."""
         values = self.query(x).reshape(x.shape[0], -1, self.head_dim)
         return CrossQueries(values, self._own, self._num_heads, self.spec)
 
@@ -245,11 +211,10 @@ class CrossAttention(Layer):
         return self.out.add_to(residual, attended.reshape(x.shape[0], -1))
 
 
-# Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), in its absorbed form.
+# Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1.2) with absorbed matrices.
 
-#: Of the norms of latents, whatever that of the network is.
+#: Of the norms of latents, whatever the network's eps is.
 _EPS = 1e-6
-_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -257,24 +222,23 @@ class LatentShape:
     """The dimensions of latent attention, under the names of the paper's symbols."""
 
     heads: int
-    #: Dimensions of the latent that queries are expanded from (d_c'); None: they are projected directly.
+    #: Dimensions of the queries' latent (d_c'); None: queries are projected directly.
     q_rank: int | None
-    #: Of the latent of keys and values (d_c).
+    #: Dimensions of the latent of keys and values (d_c).
     kv_rank: int
-    #: Of a head's query and key: those without positions (d_h), and those that are rotated (d_h^R).
+    #: Dimensions of a head's query and key without positions (d_h), and rotated ones (d_h^R).
     nope: int
     rope: int
-    #: Of a head's value.
+    #: Dimensions of a head's value.
     value: int
 
     @property
     def cached(self) -> int:
-        """Numbers of a token in the cache."""
         return self.kv_rank + self.rope
 
 
 class LatentAttention(Layer):
-    """The attention of a layer; each rank has a share of the heads, and all of the cache."""
+    """Multi-head latent attention; each rank has a share of the heads, and all of the cache."""
 
     def __init__(
         self, context: LayerContext, hidden: int, shape: LatentShape, scale: float, rotary: RotaryTable
@@ -283,20 +247,21 @@ class LatentAttention(Layer):
         own = context.share(shape.heads, "query heads", 1)
         head = shape.nope + shape.rope
         rows, columns = slice(own.start * head, own.stop * head), slice(own.start * shape.value, own.stop * shape.value)
-        query = Part("q_proj", shape.heads * head, rows, _ALL)
+        query = Part("q_proj", shape.heads * head, rows)
         self.q_norm = self.q_up = None
         if shape.q_rank is not None:
             self.q_norm = self.attach("q_a_layernorm", RMSNorm(context, shape.q_rank, _EPS))
-            up = Part("", shape.heads * head, rows, _ALL)
-            self.q_up = self.attach("q_b_proj", ParallelLinear(context, [up], shape.q_rank, shape.q_rank, False))
-            query = Part("q_a_proj", shape.q_rank, slice(0, shape.q_rank), _ALL)
-        self.down = self.attach("", _DownProjection(context, query, shape, hidden))
+            up = Part("", shape.heads * head, rows)
+            self.q_up = self.attach("q_b_proj", ParallelLinear(context, [up], shape.q_rank, False))
+            query = Part("q_a_proj", shape.q_rank, slice(0, shape.q_rank))
+        kv = Part("kv_a_proj_with_mqa", shape.cached, slice(0, shape.cached))
+        self.down = self.attach("", ParallelLinear(context, [query, kv], hidden, False, prefix="q_kv_a_proj."))
         self.kv_norm = self.attach("kv_a_layernorm", RMSNorm(context, shape.kv_rank, _EPS))
         self.kv_up = self.attach("kv_b_proj", _UpProjection(context, shape, own))
         out = RowParallelLinear(context, shape.heads * shape.value, hidden, False, columns)
         self.out = self.attach("o_proj", out)
         self.kernels, self.rotary, self._head = context.kernels, rotary, head
-        #: Columns of the first product: the queries', then the latent's, then the rotated key's.
+        #: First columns of the latent and of the rotated key in the first product, after the queries.
         self._latent, self._rope = query.size, query.size + shape.kv_rank
         self.kv_spec = KVSpec("latent", 1, shape.cached, context.kv_dtype_name)
         self.spec = AttentionSpec(scale, value_dim=shape.kv_rank)
@@ -322,22 +287,12 @@ class LatentAttention(Layer):
         return self.out.add_to(residual, self.kv_up.values(attended).reshape(tokens, -1))
 
 
-class _DownProjection(ParallelLinear):
-    """Queries, or the latent that they are expanded from, and the latent and rotated key, in one product."""
-
-    prefix = "q_kv_a_proj."
-
-    def __init__(self, context: LayerContext, query: Part, shape: LatentShape, hidden: int) -> None:
-        kv = Part("kv_a_proj_with_mqa", shape.cached, slice(0, shape.cached), _ALL)
-        super().__init__(context, [query, kv], hidden, hidden, False)
-
-
 class _UpProjection(Layer):
     """The matrices that would expand latents to the heads' keys and values; never quantised."""
 
     def __init__(self, context: LayerContext, shape: LatentShape, own: slice) -> None:
         super().__init__()
-        #: To multiply queries by, [heads, kv_rank, nope], and what they attend to, [heads, value, kv_rank].
+        #: Factors of the queries, [heads, kv_rank, nope], and of the attended latents, [heads, value, kv_rank].
         self.keys: PackedHeads
         self.values: PackedHeads
         self._context, self._own, self._nope, self._value = context, own, shape.nope, shape.value
@@ -346,8 +301,7 @@ class _UpProjection(Layer):
         self.holds.append(Weight("weight", ((own.stop - own.start) * head, shape.kv_rank), "linear", context.dtype))
 
     def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
-        """Packs the matrices of this rank's heads."""
-        rows = tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
+        rows = to_values(tensor)
         heads = rows.reshape(-1, self._nope + self._value, rows.shape[1])[self._own]
         kernels, dtype = self._context.kernels, self._context.dtype
         self.keys = kernels.pack_heads(heads[:, : self._nope].transpose(0, 2, 1), dtype)

@@ -1,4 +1,4 @@
-"""The base class of layers: a tree that maps a checkpoint's tensors to layers."""
+"""The base classes of layers: a tree that maps a checkpoint's tensors to layers, and the context of its layers."""
 
 from __future__ import annotations
 
@@ -23,56 +23,10 @@ from octavo.kernels.interface import (
 )
 from octavo.kernels.weight_rows import QuantizedRows
 
-# Layers that can hold adapters' low-rank matrices.
-
-#: The matrices of one adapter for a part of a layer: A [rank, in] and B [out, rank], times the adapter's scale.
+#: An adapter's matrices for a part of a layer: A [rank, in], and B [out, rank] times the adapter's scale.
 LoraMatrices = tuple[np.ndarray, np.ndarray]
 
-
-class LoraLayer(ABC):
-    """A layer to whose product adapters may add low-rank ones; without slots for them it has no ``low_rank``."""
-
-    #: Whole sizes, of all ranks together, of the parts that adapters name: (outputs, inputs) by the part's name below
-    #: the layer's, empty if it is the layer's own.
-    lora_parts: Mapping[str, tuple[int, int]]
-    low_rank: LowRank | LowRankEmbedding | None = None
-
-    @abstractmethod
-    def pack_lora(self, weights: Mapping[str, LoraMatrices]) -> PackedAdapter:
-        """This rank's share of an adapter's matrices in host memory, for ``place_lora``.
-
-        Any thread may call it beside running steps.
-
-        Args:
-            weights: whole matrices by part; a part may be absent.
-
-        Raises:
-            AdapterError: a shape does not fit the layer, or a rank is above ``LayerContext.max_lora_rank``.
-        """
-
-    def check_lora(self, weights: Mapping[str, LoraMatrices], max_rank: int) -> dict[str, LowRankPart]:
-        """The same, if all of them are whole matrices of this layer's parts.
-
-        Raises:
-            AdapterError: see ``pack_lora``.
-        """
-        for name, (down, up) in weights.items():
-            if name not in self.lora_parts:
-                known = ", ".join(self.lora_parts) or "none"
-                raise AdapterError(f"the layer has no part {name!r}; its parts: {known}")
-            outputs, inputs = self.lora_parts[name]
-            check_part(LowRankPart(down, up), inputs, outputs, max_rank)
-        return {name: LowRankPart(*matrices) for name, matrices in weights.items()}
-
-    def place_lora(self, slot: int, packed: PackedAdapter | None) -> None:
-        """Puts what ``pack_lora`` made into a slot, in the place of what it held, or empties it; between steps."""
-        assert self.low_rank is not None
-        self.low_rank.place(slot, packed)
-
-
 LayerT = TypeVar("LayerT", bound="Layer")
-
-WeightKind = Literal["linear", "head", "embedding", "vector"]
 
 
 class Weight(NamedTuple):
@@ -82,27 +36,24 @@ class Weight(NamedTuple):
     #: [outputs, inputs] of a matrix.
     shape: tuple[int, ...]
     #: "linear" and "head" are matrices of products, "embedding" a table, "vector" a norm or bias.
-    kind: WeightKind
-    #: As in ``NUMBER_BYTES``.
+    kind: Literal["linear", "head", "embedding", "vector"]
+    #: A key of ``NUMBER_BYTES``.
     dtype: str
-    #: Whether it may share the memory of another weight, as a tied head does.
+    #: Whether it may share the memory of another weight, such as a tied head.
     is_tied: bool = False
-    #: Pieces in which a product sums the inputs; see ``Kernels.pack``.
+    #: See ``Kernels.pack``.
     pieces: int = 1
     #: Share of the tokens for which it is read: of an expert, experts of a token / experts.
     active: float = 1.0
 
 
 class Layer:
-    """A node of the network.
-
-    A layer with weights lists
-    in ``expected`` the checkpoint's tensors that are not loaded yet, by their name below the layer's name, with their
-    whole shape (not this rank's share), and in ``holds`` the weights that it makes of them.
-    """
+    """A node of the network."""
 
     def __init__(self) -> None:
+        #: Checkpoint tensors that are not loaded yet: whole shapes (of all ranks) by their names below the layer's.
         self.expected: dict[str, tuple[int, ...]] = {}
+        #: The weights of this rank, made of these tensors.
         self.holds: list[Weight] = []
         self._children: list[tuple[str, Layer]] = []
 
@@ -126,19 +77,14 @@ class Layer:
             yield from child.weights(f"{prefix}{name}." if name else prefix)
 
     def lora_layers(self, prefix: str = "") -> Iterator[tuple[str, LoraLayer]]:
-        """The layers with slots for adapters of this rank in this tree, and their dotted names.
-
-        A part of a layer is called as the layer, a dot and the part's name, unless that is empty.
-        """
+        """(dotted name, layer) of the layers with slots for adapters in this tree."""
         if isinstance(self, LoraLayer) and self.low_rank is not None:
             yield prefix.removesuffix("."), self
         for name, child in self._children:
             yield from child.lora_layers(f"{prefix}{name}." if name else prefix)
 
     def load(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
-        """Loads one whole tensor of the checkpoint, of any floating type or in a checkpoint's own bits.
-
-        After the last one the layer is ready.
+        """Loads one whole tensor, of any floating type or in a checkpoint's own bits; then perhaps ``complete``.
 
         Raises:
             WeightError: its shape is not the expected one.
@@ -159,7 +105,42 @@ class Layer:
         """Called after the last expected tensor is placed."""
 
 
-# What layers are built with: kernel backend, dtype, device, and the rank's share of the network.
+class LoraLayer(ABC):
+    """A layer to whose product adapters may add low-rank products."""
+
+    #: (outputs, inputs) of all ranks together by the part's name below the layer's; empty for the layer's own matrix.
+    lora_parts: Mapping[str, tuple[int, int]]
+    #: None without slots for adapters.
+    low_rank: LowRank | LowRankEmbedding | None = None
+
+    @abstractmethod
+    def pack_lora(self, weights: Mapping[str, LoraMatrices]) -> PackedAdapter:
+        """This rank's share of an adapter's matrices in host memory, for ``place_lora``; any thread may call it.
+
+        Args:
+            weights: whole matrices by part; a part may be absent.
+
+        Raises:
+            AdapterError: a shape does not fit the layer, or a rank is above ``LayerContext.max_lora_rank``.
+        """
+
+    def check_lora(self, weights: Mapping[str, LoraMatrices], max_rank: int) -> dict[str, LowRankPart]:
+        """The matrices of ``pack_lora``, checked."""
+        for name, (down, up) in weights.items():
+            if name not in self.lora_parts:
+                names = ", ".join(self.lora_parts) or "none"
+                raise AdapterError(f"the layer has no part {name!r}; its parts: {names}")
+            outputs, inputs = self.lora_parts[name]
+            check_part(LowRankPart(down, up), inputs, outputs, max_rank)
+        return {name: LowRankPart(*matrices) for name, matrices in weights.items()}
+
+    def place_lora(self, slot: int, packed: PackedAdapter | None) -> None:
+        """Replaces a slot's adapter by a result of ``pack_lora``, or empties the slot; between steps."""
+        assert self.low_rank is not None
+        self.low_rank.place(slot, packed)
+
+
+# The context of layers.
 
 
 @dataclass(frozen=True)
@@ -172,15 +153,15 @@ class LayerContext:
     #: Format of the matrices of linear layers and of the head: "int8", "int4", "fp8", that of the checkpoint ("gguf" or
     #: ``CheckpointQuantization.name``), or None (``dtype``).
     quantization: str | None = None
-    #: Type of the KV cache, as in ``KVSpec.dtype``; "auto": ``dtype``.
+    #: See ``KVSpec.dtype``; "auto": ``dtype``.
     kv_cache_dtype: str = "auto"
-    #: Positions that tables of positions have at first, see ``Network.extend_positions``; None: all of the model's.
+    #: Initial length of tables of positions, see ``Network.extend_positions``; None: all of the model's.
     positions: int | None = None
     tp_rank: int = 0
     tp_size: int = 1
-    #: Indices of the network's layers that this pipeline stage computes; None: all.
+    #: Indices of the network's layers in this pipeline stage; None: all.
     layers: range | None = None
-    #: Slots for adapters' low-rank products, and the greatest rank of one; 0: layers have none.
+    #: Slots for adapters, and the maximum rank of one; 0: layers have no slots.
     max_loras: int = 0
     max_lora_rank: int = 0
     #: Rows of the embedding for virtual tokens of prompt adapters.
@@ -192,34 +173,30 @@ class LayerContext:
 
     @property
     def tensor_quantization(self) -> str | None:
-        """What ``Kernels.pack`` makes of matrices that come as arrays: "int8", "int4", "fp8", or None (``dtype``)."""
+        """Format to which arrays are quantised, see ``Kernels.pack``: "int8", "int4", "fp8", or None (``dtype``)."""
         return self.quantization if self.quantization in ("int8", "int4", "fp8") else None
 
     @property
     def kv_dtype_name(self) -> str:
-        """Type of the KV cache's numbers, as in ``KVSpec.dtype``."""
+        """See ``KVSpec.dtype``."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     def low_rank_shape(self, inputs: int, *outputs: int) -> LowRankShape:
-        """The slots for adapters of a layer of these sizes, of this rank; see ``LowRankShape``."""
+        """The slots for adapters of a layer with these sizes on this rank."""
         return LowRankShape(inputs, outputs, self.max_loras, self.max_lora_rank, self.dtype)
 
     def layers_of(self, num_layers: int) -> range:
-        """The layers of this stage, in a network of ``num_layers``.
-
-        Raises:
-            ConfigError: ``layers`` is not a range within the network.
-        """
+        """The layers of this stage, in a network of ``num_layers``."""
         layers = range(num_layers) if self.layers is None else self.layers
         if not 0 <= layers.start < layers.stop <= num_layers or layers.step != 1:
             raise ConfigError(f"a pipeline stage has a run of the layers 0 to {num_layers - 1}, not {layers}")
         return layers
 
     def share(self, size: int, what: str, unit: int) -> slice:
-        """This rank's part of 0 to ``size``; the parts of the ranks follow each other.
+        """This rank's part of 0 to ``size``, in rank order; ``what`` names the quantity in errors.
 
-        They are equal if the number of ranks divides ``size``. Otherwise each has whole units (the last unit may be
-        smaller), and the first ranks one more than the others. ``what`` names the quantity in the error.
+        The parts are equal if the number of ranks divides ``size``. Otherwise each has whole units (the last unit may
+        be smaller), and the first ranks have one more than the others.
 
         Raises:
             ConfigError: there are fewer units than ranks.
@@ -241,7 +218,7 @@ class LayerContext:
 
 
 class _Norm(Layer):
-    """Vectors [size] under their checkpoint names."""
+    """A norm over the last dimension, with vectors [size] under their checkpoint names."""
 
     def __init__(self, context: LayerContext, size: int, eps: float, names: tuple[str, ...], dtype: DType) -> None:
         super().__init__()
@@ -255,13 +232,24 @@ class _Norm(Layer):
             self.expected[name] = (size,)
             self.holds.append(Weight(name, (size,), "vector", dtype))
 
+    def __call__(self, x: Array) -> Array:
+        """The norm of x, of the same shape and of the network's type."""
+        return self._compute(x, self.dtype)
+
+    def float32(self, x: Array) -> Array:
+        """The norm of x in float32, as a residual stream."""
+        return self._compute(x, DType.FLOAT32)
+
+    def _compute(self, x: Array, dtype: DType) -> Array:
+        raise NotImplementedError
+
     def place(self, shard: str, tensor: np.ndarray) -> None:
         """Copies the vector."""
         setattr(self, shard, self.kernels.array(tensor, self._stored))
 
 
 class RMSNorm(_Norm):
-    """Root mean square norm over the last dimension (Zhang & Sennrich 2019).
+    """Root mean square norm (Zhang & Sennrich 2019).
 
     With ``unit_offset`` the checkpoint holds the weight less 1. The weight is float32 then: 1 + w would lose most of
     the bits of a small w in bfloat16.
@@ -271,13 +259,8 @@ class RMSNorm(_Norm):
         super().__init__(context, size, eps, ("weight",), DType.FLOAT32 if unit_offset else context.dtype)
         self._unit_offset = unit_offset
 
-    def __call__(self, x: Array) -> Array:
-        """The norm of x, of the same shape and of the network's type."""
-        return self.kernels.rms_norm(x, self.weight, self.eps, out_dtype=self.dtype)
-
-    def float32(self, x: Array) -> Array:
-        """The norm of x in float32, as a residual stream."""
-        return self.kernels.rms_norm(x, self.weight, self.eps, out_dtype=DType.FLOAT32)
+    def _compute(self, x: Array, dtype: DType) -> Array:
+        return self.kernels.rms_norm(x, self.weight, self.eps, out_dtype=dtype)
 
     def add_to(self, residual: Array, x: Array) -> Array:
         """residual + the norm of x, float32 [T, E]; the residual's memory may be reused."""
@@ -289,15 +272,10 @@ class RMSNorm(_Norm):
 
 
 class LayerNorm(_Norm):
-    """Layer norm over the last dimension (Ba et al. 2016)."""
+    """Layer norm (Ba et al. 2016)."""
 
     def __init__(self, context: LayerContext, size: int, eps: float, *, bias: bool = True) -> None:
         super().__init__(context, size, eps, ("weight", "bias") if bias else ("weight",), context.dtype)
 
-    def __call__(self, x: Array) -> Array:
-        """The norm of x, of the same shape and of the network's type."""
-        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, out_dtype=self.dtype)
-
-    def float32(self, x: Array) -> Array:
-        """The norm of x in float32, as a residual stream."""
-        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, out_dtype=DType.FLOAT32)
+    def _compute(self, x: Array, dtype: DType) -> Array:
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, out_dtype=dtype)

@@ -1,27 +1,27 @@
 """Linear layers and their shares in a tensor-parallel group (Shoeybi et al. 2019, section 3).
 
-Checkpoint tensors are kept as they are read, mapped from their files where these allow it; after the last one of a
-layer the backend packs this rank's share of them as one matrix, and they are dropped.
+A layer keeps this rank's share of its checkpoint tensors, mapped from their files if possible, until the last one is
+there. Then the backend packs them as one matrix, and they are dropped.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.kernels.interface import Activation, Array, LowRank, LowRankPart, PackedAdapter, PackedWeight
-from octavo.kernels.weight_rows import QuantizedRows
+from octavo.kernels.weight_rows import QuantizedRows, to_values
 from octavo.layers.layer import Layer, LayerContext, LoraLayer, LoraMatrices, Weight
 
-#: Outputs and inputs that ranks cannot share equally are shared in this unit: values with a scale of quantised formats.
+#: Unit of outputs and inputs that ranks cannot share equally: values with a scale of quantised formats.
 _UNIT = 32
-#: K of a row-parallel product is summed in so many pieces, joined as a binary tree, on any number of ranks that divides
-#: it: a rank's share is a subtree, so 1, 2 and 4 ranks give the same bits (arXiv 2511.17826).
+#: Number of pieces of K in a row-parallel product, joined as a binary tree. Each rank's share is a subtree, so 1, 2 and
+#: 4 ranks give the same bits (arXiv 2511.17826).
 _PIECES = 4
 
 
@@ -35,25 +35,19 @@ class Part:
     full_rows: int
     rows: slice
     #: Columns (inputs) of this rank.
-    columns: slice
+    columns: slice = field(default_factory=lambda: slice(None))
 
     @property
     def size(self) -> int:
-        """Rows of this rank."""
         return int(self.rows.stop - self.rows.start)
 
     def tensor_name(self, kind: str) -> str:
-        """The checkpoint name of this part's ``weight`` or ``bias``."""
         return f"{self.name}.{kind}" if self.name else kind
 
 
 class ParallelLinear(Layer, LoraLayer):
     """One matrix product; the matrix is the rows of one or more checkpoint matrices."""
 
-    #: Whether the two matrices are gate and up projections.
-    _gated = False
-    #: Prefix of the stacked matrix's name in ``weights``, with a dot, if the layer is attached without a name.
-    prefix = ""
     low_rank: LowRank | None = None
 
     def __init__(
@@ -61,34 +55,39 @@ class ParallelLinear(Layer, LoraLayer):
         context: LayerContext,
         parts: list[Part],
         in_features: int,
-        local_in_features: int,
         bias: bool,
+        *,
+        prefix: str = "",
+        gated: bool = False,
         pieces: int = 1,
     ) -> None:
+        """``prefix``: of the names of the stacked weights, with a dot, if the layer is attached without a name.
+
+        ``gated``: whether the two matrices are gate and up projections. ``pieces``: see ``Kernels.pack``.
+        """
         super().__init__()
         self.kernels, self.dtype = context.kernels, context.dtype
         self.packed: PackedWeight
-        self._parts = {part.tensor_name(kind): part for part in parts for kind in ("weight", "bias")}
-        self._part_names = [part.name for part in parts]
+        self._parts = parts
+        self._shards = {part.tensor_name(kind): part for part in parts for kind in ("weight", "bias")}
         self.out_features = sum(part.size for part in parts)
+        own_in_features = len(range(in_features)[parts[0].columns])
         for part in parts:
             self.expected[part.tensor_name("weight")] = (part.full_rows, in_features)
             if bias:
                 self.expected[part.tensor_name("bias")] = (part.full_rows,)
         dtype = context.quantization or context.dtype
-        shape = (self.out_features, local_in_features)
-        self.holds.append(Weight(f"{self.prefix}weight", shape, "linear", dtype, pieces=pieces))
+        shape = (self.out_features, own_in_features)
+        self.holds.append(Weight(f"{prefix}weight", shape, "linear", dtype, pieces=pieces))
         if bias:
-            self.holds.append(Weight(f"{self.prefix}bias", (self.out_features,), "vector", context.dtype))
-        self._context = context
-        self._pieces = pieces
+            self.holds.append(Weight(f"{prefix}bias", (self.out_features,), "vector", context.dtype))
+        self._context, self._gated, self._pieces = context, gated, pieces
         #: Shares of this rank, by the parts' names.
         self._weights: dict[str, np.ndarray | QuantizedRows] = {}
         self._biases: dict[str, np.ndarray] = {}
-        self._lora_shares = parts
         self.lora_parts = {part.name: (part.full_rows, in_features) for part in parts}
         if context.max_loras:
-            slots = context.low_rank_shape(local_in_features, *(part.size for part in parts))
+            slots = context.low_rank_shape(own_in_features, *(part.size for part in parts))
             self.low_rank = context.kernels.adapters.make_low_rank(slots)
 
     def __call__(self, x: Array) -> Array:
@@ -96,11 +95,10 @@ class ParallelLinear(Layer, LoraLayer):
         return self.packed(x, self._context.dtype, self.with_adapters(x))
 
     def with_adapters(self, x: Array, add: Array | None = None) -> Array | None:
-        """What the product is to add: ``add`` and the low-rank products of x, both [T, out]; perhaps nothing."""
+        """``add`` + the low-rank products of x, both [T, out], as ``add`` of the product; None if there are neither."""
         return add if self.low_rank is None else self.low_rank(x, add)
 
     def pack_lora(self, weights: Mapping[str, LoraMatrices]) -> PackedAdapter:
-        """See ``LoraLayer``."""
         assert self.low_rank is not None
         whole = self.check_lora(weights, self.low_rank.max_rank)
         return self.low_rank.pack(
@@ -108,13 +106,12 @@ class ParallelLinear(Layer, LoraLayer):
                 LowRankPart(whole[part.name].down[:, part.columns], whole[part.name].up[part.rows])
                 if part.name in whole
                 else None
-                for part in self._lora_shares
+                for part in self._parts
             ]
         )
 
     def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
-        """Keeps this rank's rows and columns."""
-        part = self._parts[shard]
+        part = self._shards[shard]
         if isinstance(tensor, QuantizedRows):
             self._weights[part.name] = tensor.take(part.rows, part.columns)
         elif tensor.ndim == 1:
@@ -123,20 +120,18 @@ class ParallelLinear(Layer, LoraLayer):
             self._weights[part.name] = tensor[part.rows, part.columns]
 
     def complete(self) -> None:
-        """Packs the matrices and drops them."""
         self.packed = self._pack(self._take_matrices(), self._take_bias(), self._pieces)
 
     def _take_matrices(self) -> list[np.ndarray | QuantizedRows]:
         """This rank's share of each part, in order: all in the checkpoint's own bits, or none."""
-        parts, self._weights = [self._weights[name] for name in self._part_names], {}
+        parts, self._weights = [self._weights[part.name] for part in self._parts], {}
         if all(isinstance(part, QuantizedRows) for part in parts):
             return parts
-        # In some checkpoints only a part of the matrices is quantised.
-        return [part.dequantize() if isinstance(part, QuantizedRows) else part for part in parts]
+        # Some checkpoints have both quantised and plain matrices in one layer.
+        return [to_values(part) for part in parts]
 
     def _take_bias(self) -> np.ndarray | None:
-        """That of all parts, if they have one."""
-        parts, self._biases = [self._biases[name] for name in self._part_names if name in self._biases], {}
+        parts, self._biases = [self._biases[part.name] for part in self._parts if part.name in self._biases], {}
         return np.concatenate(parts) if parts else None
 
     def _pack(
@@ -151,8 +146,8 @@ class ParallelLinear(Layer, LoraLayer):
 class MergedColumnParallelLinear(ParallelLinear):
     """Matrices with the same input in one product; each rank holds a share of the outputs of each matrix.
 
-    The outputs of the parts (name, outputs) follow each other in order, and have the activation. For shares see
-    ``LayerContext.share``; those that are not equal are in units of 32.
+    The outputs of the parts (name, outputs) are concatenated and have the activation. For shares see
+    ``LayerContext.share``; unequal ones are in units of 32.
     """
 
     def __init__(
@@ -162,12 +157,15 @@ class MergedColumnParallelLinear(ParallelLinear):
         in_features: int,
         bias: bool,
         activation: Activation | None = None,
+        *,
+        prefix: str = "",
+        gated: bool = False,
     ) -> None:
         shares = []
         for name, out_features in parts:
             rows = context.share(out_features, f"outputs of {name or 'a linear layer'}", _UNIT)
-            shares.append(Part(name, out_features, rows, slice(None)))
-        super().__init__(context, shares, in_features, in_features, bias)
+            shares.append(Part(name, out_features, rows))
+        super().__init__(context, shares, in_features, bias, prefix=prefix, gated=gated)
         self._activation = activation
 
     def __call__(self, x: Array) -> Array:
@@ -178,26 +176,20 @@ class MergedColumnParallelLinear(ParallelLinear):
 class GateUpParallelLinear(MergedColumnParallelLinear):
     """The first two matrices of a gated feed-forward network and the activation between them."""
 
-    _gated = True
-    prefix = "gate_up_proj."
-
     def __init__(
         self, context: LayerContext, hidden: int, inner: int, bias: bool, activation: Activation = "silu"
     ) -> None:
-        super().__init__(context, [("gate_proj", inner), ("up_proj", inner)], hidden, bias, activation)
+        parts = [("gate_proj", inner), ("up_proj", inner)]
+        super().__init__(context, parts, hidden, bias, activation, prefix="gate_up_proj.", gated=True)
 
 
 class QKVParallelLinear(ParallelLinear):
     """Query, key and value projections in one product; output [T, (heads + 2 * kv_heads) * head_dim].
 
     Each rank holds a share of the KV heads, as even as possible, and the query heads that attend to them. With more
-    ranks than KV heads, neighbouring ranks hold the same one and equal shares of its query heads.
-
-    Raises:
-        ConfigError: there are more ranks than KV heads, and no multiple of them or no divisor of the query heads.
+    ranks than KV heads, neighbouring ranks hold the same one and equal shares of its query heads; the number of ranks
+    must then be a multiple of the KV heads and a divisor of the query heads.
     """
-
-    prefix = "qkv_proj."
 
     def __init__(
         self, context: LayerContext, hidden_size: int, heads: int, kv_heads: int, head_dim: int, bias: bool
@@ -208,18 +200,18 @@ class QKVParallelLinear(ParallelLinear):
         self.query_columns = slice(own.start * head_dim, own.stop * head_dim)
         kv_rows = slice(own_kv.start * head_dim, own_kv.stop * head_dim)
         parts = [
-            Part("q_proj", heads * head_dim, self.query_columns, slice(None)),
-            Part("k_proj", kv_heads * head_dim, kv_rows, slice(None)),
-            Part("v_proj", kv_heads * head_dim, kv_rows, slice(None)),
+            Part("q_proj", heads * head_dim, self.query_columns),
+            Part("k_proj", kv_heads * head_dim, kv_rows),
+            Part("v_proj", kv_heads * head_dim, kv_rows),
         ]
-        super().__init__(context, parts, hidden_size, hidden_size, bias)
+        super().__init__(context, parts, hidden_size, bias, prefix="qkv_proj.")
 
 
 class ConcatenatedInputs(ParallelLinear):
     """One matrix product with the concatenation of several inputs, as the sum of a product with each of them.
 
-    So nothing is concatenated, which a recorded step cannot hold, and an input can be used up before the next is known.
-    Only for layers without adapters. For a layer of another kind it comes first among the base classes.
+    A recorded step has no concatenation, and an input can be used before the next one is computed. Only for layers
+    without adapters. It comes first among the base classes of a layer.
     """
 
     #: Columns of each input.
@@ -230,9 +222,8 @@ class ConcatenatedInputs(ParallelLinear):
         return self._each[index](x, out_dtype, add)
 
     def complete(self) -> None:
-        """Packs the columns of each input as a matrix of its own."""
         parts, bias = self._take_matrices(), self._take_bias()
-        matrices = [part.dequantize() if isinstance(part, QuantizedRows) else part for part in parts]
+        matrices = [to_values(part) for part in parts]
         ends = [*itertools.accumulate(self.widths)]
         self._each = [
             self._pack([matrix[:, end - width : end] for matrix in matrices], bias if end == ends[-1] else None)
@@ -241,12 +232,11 @@ class ConcatenatedInputs(ParallelLinear):
 
 
 class ReplicatedConcatLinear(ConcatenatedInputs):
-    """Of which every rank has all outputs."""
+    """A product of several inputs; every rank has all outputs."""
 
     def __init__(self, context: LayerContext, widths: Sequence[int], out_features: int, bias: bool) -> None:
         self.widths = widths
-        part = Part("", out_features, slice(0, out_features), slice(None))
-        super().__init__(context, [part], sum(widths), sum(widths), bias)
+        super().__init__(context, [Part("", out_features, slice(0, out_features))], sum(widths), bias)
 
 
 class ConcatQKVParallelLinear(ConcatenatedInputs, QKVParallelLinear):
@@ -260,11 +250,7 @@ class ConcatQKVParallelLinear(ConcatenatedInputs, QKVParallelLinear):
 
 
 def share_heads(context: LayerContext, heads: int, kv_heads: int) -> tuple[slice, slice]:
-    """This rank's query heads and KV heads; see ``QKVParallelLinear``.
-
-    Raises:
-        ConfigError: the ranks cannot share them.
-    """
+    """This rank's query heads and KV heads; see ``QKVParallelLinear``."""
     rank, size = context.tp_rank, context.tp_size
     if size <= kv_heads:
         own_kv = context.share(kv_heads, "KV heads", 1)
@@ -289,14 +275,13 @@ class RowParallelLinear(ParallelLinear):
     def __init__(
         self, context: LayerContext, in_features: int, out_features: int, bias: bool, columns: slice | None = None
     ) -> None:
-        """``columns`` are this rank's inputs if they are not those of ``LayerContext.share`` in units of 32."""
-        #: This rank's inputs.
+        """``columns``: this rank's inputs, by default those of ``LayerContext.share`` in units of 32."""
         self.columns = columns = columns or context.share(in_features, "inputs of a linear layer", _UNIT)
         share, size = columns.stop - columns.start, context.tp_size
         part = Part("", out_features, slice(0, out_features), columns)
         is_subtree = in_features % (2 * _PIECES) == 0 and _PIECES % size == 0 and share * size == in_features
-        super().__init__(context, [part], in_features, share, bias, _PIECES // size if is_subtree else 1)
-        #: float32 [out] if there are several ranks: added after the sum, by each of them.
+        super().__init__(context, [part], in_features, bias, pieces=_PIECES // size if is_subtree else 1)
+        #: float32 [out] if there are several ranks: each adds it after the sum.
         self._late_bias: Array | None = None
 
     def __call__(self, x: Array) -> Array:
@@ -310,19 +295,19 @@ class RowParallelLinear(ParallelLinear):
         return self.kernels.all_reduce(self.packed(x, DType.FLOAT32, self.with_adapters(x)), self._late_bias, residual)
 
     def complete(self) -> None:
-        """Packs the matrix, of several ranks without the bias."""
+        """Packs the matrix; with several ranks without the bias."""
         if self._context.tp_size > 1 and (bias := self._take_bias()) is not None:
-            # The weights' type is that of a bias that one rank adds.
+            # Rounded to the weights' type, as in the product of a single rank.
             rounded = bias.astype(self._context.dtype.numpy)
             self._late_bias = self.kernels.array(rounded, DType.FLOAT32)
         super().complete()
 
 
-# Two convolutions over time as matrix products over rows: the first layers of a network that hears.
+# Two convolutions over time as matrix products over rows: the first layers of a speech encoder.
 
-#: Frames that an output of either convolution depends on.
+#: Width of both convolutions.
 TAPS = 3
-#: Numbers of a window are a multiple of it, for the registers of kernels.
+#: Multiple of the numbers of a window, for the registers of kernels.
 _ALIGNMENT = 16
 
 
@@ -334,9 +319,9 @@ def window_size(channels: int) -> int:
 def convolution_rows(frames: np.ndarray) -> np.ndarray:
     """The input of ``TwoConvolutions`` for frames [2 T, channels] of any float type: float32 [T, 3 * window_size].
 
-    Row p has the windows of frames 2 p - 1, 2 p and 2 p + 1: each with the frames on either side of it, of which those
-    outside the input are zero, and a one, which the bias is multiplied by. Frame -1 is padding of the second
-    convolution, and not an output of the first: its window is all zero, and so is what is made of it.
+    Row p has the windows of frames 2 p - 1, 2 p and 2 p + 1. A window has a frame with its two neighbours, zero outside
+    the input, and a one as the factor of the bias. Frame -1 is padding of the second convolution, and no output of the
+    first: its window is all zero, and so is its output.
     """
     count, channels = frames.shape
     padded = np.zeros((count + 2, channels), np.float32)
@@ -375,7 +360,7 @@ class TwoConvolutions(Layer):
         self.holds.append(Weight("conv2.bias", (hidden,), "vector", context.dtype))
 
     def __call__(self, rows: Array) -> Array:
-        """Rows as of ``convolution_rows``, float32 [T, 3 * window], to float32 [T, hidden]."""
+        """The result of ``convolution_rows`` to float32 [T, hidden]."""
         window, out = window_size(self._channels), None
         for tap, weight in enumerate(self._second):
             x = self._first(rows[:, tap * window : (tap + 1) * window], self.dtype, None, self._activation)
@@ -383,7 +368,6 @@ class TwoConvolutions(Layer):
         return out
 
     def place(self, shard: str, tensor: np.ndarray) -> None:
-        """Keeps the tensor until all are there."""
         self._placed[shard] = tensor
 
     def complete(self) -> None:

@@ -1,4 +1,4 @@
-"""Feed-forward networks, of two matrices and of three."""
+"""Feed-forward networks: of two matrices, gated ones of three, and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.core.dtypes import DType
 from octavo.kernels.interface import Activation, Array, PackedExperts, PackedWeight, RoutingSpec
-from octavo.kernels.weight_rows import QuantizedRows
+from octavo.kernels.weight_rows import QuantizedRows, to_values
 from octavo.layers.layer import Layer, LayerContext, Weight
 from octavo.layers.linear import GateUpParallelLinear, MergedColumnParallelLinear, ParallelLinear, RowParallelLinear
 
@@ -24,7 +24,6 @@ class MLP(Layer):
         self.fc2 = self.attach("fc2", RowParallelLinear(context, inner, hidden, bias))
 
     def add_to(self, residual: Array, x: Array) -> Array:
-        """residual + the network's output for x, both [T, E]."""
         return self.fc2.add_to(residual, self.fc1(x))
 
 
@@ -39,11 +38,9 @@ class GatedMLP(Layer):
         self.down = self.attach("down_proj", RowParallelLinear(context, inner, hidden, bias))
 
     def __call__(self, x: Array) -> Array:
-        """The network's output for x [T, E], float32 [T, E]."""
         return self.down(self.gate_up(x))
 
     def add_to(self, residual: Array, x: Array) -> Array:
-        """residual + self(x), float32 [T, E]; the residual's memory may be reused."""
         return self.down.add_to(residual, self.gate_up(x))
 
 
@@ -57,9 +54,7 @@ class SparseMoE(Layer):
 
     Each rank holds a share of the inner dimension of every expert, and the whole router. As in other layers 1, 2 and 4
     ranks give the same bits if the inner dimension divides. The router is never quantised: it is small, and its errors
-    choose other experts.
-
-    A shared expert (Qwen2-MoE) is one more expert that every token has, weighted by the sigmoid of a logit of its own.
+    choose other experts. Every token has a shared expert (Qwen2-MoE), weighted by the sigmoid of a logit of its own.
     """
 
     def __init__(
@@ -73,19 +68,13 @@ class SparseMoE(Layer):
         shared_inner: int = 0,
         choice_bias: bool = False,
     ) -> None:
-        """Creates the experts.
+        """Creates the experts, with the router's tensors under ``gate``.
 
         Args:
-            context: kernels, types and this rank.
-            hidden: inputs and outputs of an expert.
-            inner: size between its matrices.
             num_experts: without the shared one.
-            routing: of which ``shared`` is 1 if there is a shared expert.
+            routing: ``shared`` is 1 if there is a shared expert.
             shared_inner: inner size of the shared expert, if there is one.
             choice_bias: whether the checkpoint has ``e_score_correction_bias``, see ``Kernels.route``.
-
-        Raises:
-            ConfigError: ``routing`` cannot choose of so many experts.
         """
         super().__init__()
         routing.check(num_experts)
@@ -121,23 +110,21 @@ class SparseMoE(Layer):
             self.holds.append(Weight(_BIAS, (num_experts,), "vector", "float32"))
 
     def add_to(self, residual: Array, x: Array) -> Array:
-        """residual + the weighted sum of the results of each token's experts for x, both [T, hidden]."""
+        """residual + the weighted sum of the results of each token's experts for x, float32 [T, hidden]."""
         experts, weights = self.kernels.route(self._router(x, DType.FLOAT32), self._routing, self._bias)
         if self._context.tp_size == 1:
             return self._experts(x, experts, weights, residual)
         return self.kernels.all_reduce(self._experts(x, experts, weights), add=residual)
 
     def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
-        """Takes a tensor of an expert, or of the router; an expert's matrix is packed after its last tensor."""
+        """Takes a tensor of an expert, which is packed after its last one, or of the router."""
         if shard in self._linears:
             linear, name = self._linears[shard]
             linear.load(name, tensor)
-            return
-        values = tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
-        self._rows[shard] = values
+        else:
+            self._rows[shard] = to_values(tensor)
 
     def complete(self) -> None:
-        """Packs the router, and the experts together."""
         if _BIAS in self._rows:
             self._bias = self.kernels.array(self._rows.pop(_BIAS), DType.FLOAT32)
         routers = [self._rows[name] for name in sorted(self._rows)]

@@ -1,12 +1,12 @@
 """Tables of rotary position embeddings (Su et al. 2021) for the scalings that Hugging Face checkpoints name.
 
-A table does not depend on the batch, nor a row of it on the number of rows: a worker computes those that its KV cache
+A table depends neither on the batch nor a row of it on the number of rows: a worker computes the rows that its KV cache
 can use. Two scalings are defined by the length of the processed text: ``dynamic`` raises the base with it and
-``longrope`` changes its factors at the length of pretraining. Following them would change the rotation of keys that are
-already cached, and make a request's answer depend on the lengths of others. Here both depend on ``max_position``:
-within the model's original length the table is the unscaled (``dynamic``) or short (``longrope``) one, beyond it the
-one for a text of ``max_position`` tokens. For shorter texts, ``dataclasses.replace(config, max_position=...)`` gives a
-more accurate and smaller table.
+``longrope`` changes its factors at the length of pretraining. This would change the rotation of keys that are already
+cached, and make a request's answer depend on the lengths of others. Here both depend on ``max_position``: up to the
+model's original length the table is the unscaled (``dynamic``) or short (``longrope``) one, beyond it the one for a
+text of ``max_position`` tokens. For shorter texts, ``dataclasses.replace(config, max_position=...)`` gives a more
+accurate and smaller table.
 
 Frequencies and angles are float32, as in the code that trained the models; powers, cosines and sines are computed in
 float64 and rounded, so that they are the same on every machine whatever its library of float32 functions.
@@ -27,7 +27,7 @@ from octavo.kernels.interface import Array, ArrayMaker
 from octavo.layers.layer import LayerContext
 from octavo.layers.vocabulary import PositionEmbedding
 
-#: Rows that are computed at once: what is set aside for their angles stays small beside the table.
+#: Rows that are computed at once, so that the memory of their angles is small beside the table.
 _PIECE = 1 << 16
 
 
@@ -36,8 +36,7 @@ class RotaryRows:
 
     #: float32 [rows, R]: R / 2 cosines, then R / 2 sines.
     array: Array
-    #: How many of the R / 2 pairs of a head take their angles from the row of each of a token's rotary positions; if
-    #: empty, all take them from the row of its position.
+    #: Numbers of pairs that are rotated by each of a token's rotary positions (M-RoPE); empty: all by its position.
     sections: tuple[int, ...] = ()
 
 
@@ -45,7 +44,7 @@ class RotaryTable(RotaryRows):
     """The table of one configuration on a backend; layers hold it, and it may grow between steps."""
 
     def __init__(self, config: ModelConfig, kernels: ArrayMaker, positions: int | None = None) -> None:
-        """The first ``positions`` positions, by default ``config.max_position``.
+        """Has ``positions`` rows at first, by default ``config.max_position``.
 
         Raises:
             UnsupportedModelError: the rope type is unknown.
@@ -60,15 +59,10 @@ class RotaryTable(RotaryRows):
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of a row."""
         return 2 * self._frequencies.nbytes
 
     def extend(self, positions: int) -> None:
-        """Computes ``array`` anew, float32 [positions, R], if it has less than ``positions`` rows.
-
-        A row has R / 2 cosines, then R / 2 sines, of the R rotated dimensions of a head, multiplied by the attention
-        factor of the scaling.
-        """
+        """Computes ``array`` anew, if it has less than ``positions`` rows; its values include the attention factor."""
         positions = min(positions, self._config.max_position)
         if positions <= self._length:
             return
@@ -120,7 +114,6 @@ def _original_length(config: ModelConfig, rope: RopeConfig) -> int:
 
 
 def _configured_length(config: ModelConfig, rope: RopeConfig) -> int:
-    """max_position_embeddings of config.json."""
     return int(rope.scaling.get("max_position_embeddings") or config.max_position)
 
 
@@ -142,9 +135,9 @@ def _proportional(config: ModelConfig, rope: RopeConfig) -> tuple[NDArray[np.flo
 
 def _dynamic(config: ModelConfig, rope: RopeConfig) -> tuple[NDArray[np.float32], float]:
     """NTK-aware scaling: the base grows with the length, which is ``max_position`` here (see the module)."""
-    dim, factor, known = _rotated(config, rope), _factor(rope), _configured_length(config, rope)
-    length = max(config.max_position, known)
-    base = rope.theta * ((factor * length / known) - (factor - 1)) ** (dim / (dim - 2))
+    dim, factor, trained = _rotated(config, rope), _factor(rope), _configured_length(config, rope)
+    length = max(config.max_position, trained)
+    base = rope.theta * ((factor * length / trained) - (factor - 1)) ** (dim / (dim - 2))
     return 1.0 / _wave(base, dim), 1.0
 
 
@@ -224,11 +217,8 @@ _SCALINGS: dict[str, Callable[[ModelConfig, RopeConfig], tuple[NDArray[np.float3
 }
 
 
-# Positions that are sines and cosines, which no checkpoint needs to hold (Vaswani et al. 2017, section 3.5).
-
-
 class SinusoidalPositions(PositionEmbedding):
-    """A table that is computed; the first half of a row are sines, the second cosines."""
+    """Computed positions (Vaswani et al. 2017, section 3.5); the first half of a row are sines, the second cosines."""
 
     def __init__(self, context: LayerContext, rows: int, hidden_size: int) -> None:
         super().__init__(context, rows, hidden_size)

@@ -1,4 +1,4 @@
-"""Embedding and language-model head; both are split along the vocabulary between tensor-parallel ranks."""
+"""Embeddings and heads. Ranks split the token embedding and the language-model head along the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from octavo.kernels.interface import (
     PackedAdapter,
     PackedWeight,
 )
-from octavo.kernels.weight_rows import QuantizedRows
+from octavo.kernels.weight_rows import QuantizedRows, to_values
 from octavo.layers.layer import Layer, LayerContext, LayerNorm, LoraLayer, LoraMatrices, Weight
 from octavo.layers.linear import MergedColumnParallelLinear
 
 
 class _VocabularyShare(Layer):
-    """This rank's rows of a table [vocab, E]; all ranks have equally many, those past the vocabulary are zero."""
+    """This rank's rows of a table [vocab, E], the same number on all ranks; rows past the vocabulary are zero."""
 
     def __init__(self, context: LayerContext, vocab_size: int) -> None:
         super().__init__()
@@ -36,15 +36,14 @@ class _VocabularyShare(Layer):
         self.end = min(self.start + rows, vocab_size)
 
     def keeps_bits(self, tensor: np.ndarray | QuantizedRows) -> bool:
-        """Whether a head packs this rank's rows in the checkpoint's own bits: all ranks have whole ones."""
+        """Whether a head packs this rank's rows in the checkpoint's own bits: only if none are past the vocabulary."""
         return isinstance(tensor, QuantizedRows) and self.end - self.start == self.rows
 
     def _take(self, tensor: np.ndarray | QuantizedRows) -> np.ndarray:
-        values = tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
-        return self._padded(values[self.start : self.end])
+        return self._pad(to_values(tensor)[self.start : self.end])
 
-    def _padded(self, own: np.ndarray) -> np.ndarray:
-        """This rank's rows within the vocabulary, with zeros behind them if there are fewer than ``rows``."""
+    def _pad(self, own: np.ndarray) -> np.ndarray:
+        """This rank's rows within the vocabulary, followed by zeros up to ``rows``."""
         if len(own) == self.rows:
             return own
         return np.concatenate((own, np.zeros((self.rows - len(own), *own.shape[1:]), own.dtype)))
@@ -53,8 +52,8 @@ class _VocabularyShare(Layer):
 class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
     """Token embedding, multiplied by ``scale``, which a network may set before adapters are packed.
 
-    Ids past the vocabulary are those of ``LayerContext.virtual_tokens`` virtual tokens, whose rows (of all ranks alike)
-    are not multiplied: they are embeddings as prompt tuning trains them.
+    Ids past the vocabulary are virtual tokens (``LayerContext.virtual_tokens``) with rows from prompt tuning, which all
+    ranks hold and which are not multiplied.
     """
 
     low_rank: LowRankEmbedding | None = None
@@ -65,7 +64,7 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
         self.expected["weight"] = (vocab_size, hidden_size)
         self.holds.append(Weight("weight", (self.rows, hidden_size), "embedding", context.dtype))
         self.table: Array | None = None
-        #: The matrix of a tied head, if it can serve in place of the table.
+        #: The matrix of a tied head that replaces the table.
         self._shared: PackedWeight | None = None
         self._heads: list[ParallelLMHead] = []
         self.lora_parts = {"": (hidden_size, vocab_size)}
@@ -97,14 +96,14 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
         return rows if self.virtual is None else self.kernels.embedding(ids, self.virtual, self._vocab_size, add=rows)
 
     def pack_lora(self, weights: Mapping[str, LoraMatrices]) -> PackedAdapter:
-        """See ``LoraLayer``; of the matrices [rank, vocab] and [E, rank]."""
+        """See ``LoraLayer``; the matrices are [rank, vocab] and [E, rank]."""
         assert self.low_rank is not None
         part = self.check_lora(weights, self.low_rank.max_rank)[""]
-        down = self._padded(part.down[:, self.start : self.end].T).T
+        down = self._pad(part.down[:, self.start : self.end].T).T
         return self.low_rank.pack(LowRankPart(down, part.up.astype(np.float32) * np.float32(self.scale)))
 
     def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
-        """Packs this rank's rows for tied heads, and copies them, never quantised, unless a head has the very same."""
+        """Packs this rank's rows for tied heads, and copies them, not quantised, unless a head has the exact values."""
         table = None if self.keeps_bits(tensor) else self._take(tensor)
         for head in self._heads:
             head.tie_rows(table, tensor)
@@ -117,7 +116,7 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
 
 
 class PositionEmbedding(Layer):
-    """Learned embedding of positions, of which every rank holds all; row ``offset`` is that of position 0."""
+    """Learned embedding of positions, whole on every rank; row ``offset`` is that of position 0."""
 
     def __init__(self, context: LayerContext, rows: int, hidden_size: int, offset: int = 0) -> None:
         super().__init__()
@@ -133,9 +132,7 @@ class PositionEmbedding(Layer):
         return self.kernels.embedding(positions, self.table, self._first, add=residual)
 
     def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
-        """Copies the table."""
-        values = tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
-        self.table = self.kernels.array(values, self._dtype)
+        self.table = self.kernels.array(to_values(tensor), self._dtype)
 
 
 class ParallelLMHead(_VocabularyShare, LoraLayer):
@@ -152,9 +149,9 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
         *,
         bias: bool = False,
     ) -> None:
-        """A ``bias`` is the head's own, whether the matrix is tied or not."""
         super().__init__(context, vocab_size)
         self.packed: PackedWeight
+        #: This rank's rows, or None if the checkpoint's bits are kept; and the checkpoint's tensor.
         self._placed: tuple[np.ndarray | None, np.ndarray | QuantizedRows] | None = None
         self._bias: np.ndarray | None = None
         self._vocab_size = vocab_size
@@ -185,35 +182,29 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
         """See ``LoraLayer``; the rows past the vocabulary are zero."""
         assert self.low_rank is not None
         part = self.check_lora(weights, self.low_rank.max_rank)[""]
-        return self.low_rank.pack([LowRankPart(part.down, self._padded(part.up[self.start : self.end]))])
+        return self.low_rank.pack([LowRankPart(part.down, self._pad(part.up[self.start : self.end]))])
 
     def tie_rows(self, table: np.ndarray | None, source: np.ndarray | QuantizedRows) -> None:
-        """Takes the rows of the embedding as its own, and packs them once there is the bias, too, if there is one."""
+        """Takes the rows of the embedding, and packs them once the bias, if there is one, is loaded too."""
         self._placed = table, source
         if not self.expected:
             self.complete()
 
     @property
     def is_packed(self) -> bool:
-        """Whether there is the matrix."""
         return hasattr(self, "packed")
 
     def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
-        """Takes this rank's rows."""
         if shard == "bias":
             self._bias = self._take(tensor)
         else:
             self._placed = (None if self.keeps_bits(tensor) else self._take(tensor), tensor)
 
     def complete(self) -> None:
-        """Packs the matrix, unless it is that of an embedding which is still to come."""
+        """Packs this rank's rows, unless they are those of an embedding that is not loaded yet."""
         if self._placed is None:
             return
-        self.pack(*self._placed)
-        self._placed = self._bias = None
-
-    def pack(self, table: np.ndarray | None, source: np.ndarray | QuantizedRows) -> None:
-        """Packs this rank's rows: ``table`` [rows, E], or those of the checkpoint's ``source`` if it ``keeps_bits``."""
+        table, source = self._placed
         if isinstance(source, QuantizedRows) and table is None:
             rows = source.take(slice(self.start, self.end), slice(None))
             self.packed = self.kernels.pack([rows], self._bias, dtype=self._context.dtype)
@@ -222,13 +213,11 @@ class ParallelLMHead(_VocabularyShare, LoraLayer):
             assert table is not None
             kind = "int8" if quantized else None
             self.packed = self.kernels.pack([table], self._bias, kind, dtype=self._context.dtype)
-
-
-# Heads that make class scores of hidden states.
+        self._placed = self._bias = None
 
 
 class ClassificationHead(Layer):
-    """out(norm(activation(dense(x)))), of which the matrix ``dense`` and the norm may be left out.
+    """Class scores of hidden states, out(norm(activation(dense(x)))); ``dense`` and the norm are optional.
 
     Every rank has all of it, and it is not quantised: errors of the head are errors of the scores.
     """
@@ -244,7 +233,7 @@ class ClassificationHead(Layer):
         norm: LayerNorm | None = None,
         out_bias: bool = True,
     ) -> None:
-        """``dense``: the activation of the first matrix, if there is one."""
+        """``dense``: activation of the first matrix; None: there is none."""
         super().__init__()
         self.kernels = context.kernels
         alone = replace(context, tp_rank=0, tp_size=1, quantization=None, max_loras=0)

@@ -1,1 +1,1 @@
-"""Resolving a model's name to its files, and reading checkpoints into networks."""
+"""From a model's name to its files (``resolve``), and from checkpoints to weights (``weights``, to be read first)."""

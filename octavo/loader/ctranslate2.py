@@ -1,6 +1,7 @@
-"""Reads the headers of CTranslate2's ``model.bin``: named tensors, each behind its own header, then other names.
+"""Reads CTranslate2's ``model.bin`` and converts Whisper models to the names of transformers.
 
-The layout is what CTranslate2's converters write (``ctranslate2/specs/model_spec.py``), of binary versions 4 to 6.
+The layout, binary versions 4 to 6: named tensors, each after its own header, then aliases
+(``ctranslate2/specs/model_spec.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.files import MAX_TOKENIZER, read_object
 from octavo.loader.files import MODEL_NAME
 
-#: Binary versions whose tensors have a type and a number of bytes.
 _VERSIONS = (4, 5, 6)
 #: By CTranslate2's number of a type.
 _TYPES = ("F32", "I8", "I16", "I32", "F16", "BF16")
@@ -29,40 +29,23 @@ _MAX_RANK = 8
 
 @dataclass(frozen=True)
 class CTranslate2File:
-    """What the headers of a file say."""
+    """The headers of a file."""
 
     path: Path
     version: int
-    #: Such as "WhisperSpec", and its revision.
     spec: str
     revision: int
-    #: By name, in the order of the file.
     tensors: Mapping[str, Stored]
-    #: Other names of tensors.
     aliases: Mapping[str, str]
 
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self.path.stat().st_size
-
     def tensor(self, name: str) -> Stored:
-        """A tensor by one of its names.
-
-        Raises:
-            WeightError: there is none.
-        """
         name = self.aliases.get(name, name)
         if name not in self.tensors:
             raise WeightError(f"{self.path} lacks the tensor {name!r}")
         return self.tensors[name]
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """The value of a tensor that is one integer; ``default`` if there is none of this name.
-
-        Raises:
-            WeightError: there is none, and no default; or it is no integer.
-        """
+        """The value of a tensor that is one integer; ``default`` if the file lacks it."""
         if default is not None and name not in self.tensors:
             return default
         stored = self.tensor(name)
@@ -74,12 +57,7 @@ class CTranslate2File:
 
 
 def read_ctranslate2(path: Path) -> CTranslate2File:
-    """The headers of a file; no tensor is read.
-
-    Raises:
-        WeightError: it is truncated, or what it says contradicts itself; the message names the tensor.
-        UnsupportedModelError: its binary version is another.
-    """
+    """Reads the headers of a file and none of its tensors."""
     with path.open("rb") as file:
         reader = _Reader(path, file)
         (version,) = reader.unpack("<I", "its version")
@@ -111,7 +89,7 @@ def read_ctranslate2(path: Path) -> CTranslate2File:
 
 
 class _Reader:
-    """Reads values one after the other, within the bounds of the file."""
+    """Reads values in sequence, within the bounds of the file."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file
@@ -133,9 +111,7 @@ class _Reader:
                 raise ValueError
             return data[:-1].decode("utf-8")
         except ValueError:
-            raise WeightError(
-                f"{self._path} is damaged: {what} is {data[:40]!r}, no text that ends in a zero"
-            ) from None
+            raise WeightError(f"{self._path} is damaged: {what} is {data[:40]!r}, not a text that ends in 0") from None
 
     def tensor(self, name: str) -> Stored:
         (rank,) = self.unpack("<B", f"the shape of {name!r}")
@@ -156,11 +132,11 @@ class _Reader:
         return Stored(dtype, shape, offset)
 
 
-# Whisper models of CTranslate2 under the names of transformers, as which the network reads them.
+# Whisper
 
 _SPEC = "WhisperSpec"
 _EMBEDDING = "decoder/embeddings/weight"
-#: Tensors outside layers, by CTranslate2's names without "weight" and "bias".
+#: Tensors outside layers, without the endings "weight" and "bias".
 _TOP = {
     "encoder/conv1": "model.encoder.conv1",
     "encoder/conv2": "model.encoder.conv2",
@@ -170,7 +146,7 @@ _TOP = {
     "decoder/position_encodings/encodings": "model.decoder.embed_positions.weight",
     "decoder/layer_norm": "model.decoder.layer_norm",
 }
-#: Of a layer; several names are those of equal parts of a tensor's rows.
+#: Of a layer; several names divide the rows of a tensor equally.
 _LAYER: dict[str, tuple[str, ...]] = {
     "self_attention/layer_norm": ("self_attn_layer_norm",),
     "self_attention/linear_0": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -184,36 +160,25 @@ _LAYER: dict[str, tuple[str, ...]] = {
     "ffn/linear_1": ("fc2",),
 }
 _ENDINGS = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias"}
-#: Facts that are no weights, and their only values here; None: any.
+#: Settings stored as tensors -> the supported value; None: any.
 _FACTS: dict[str, int | None] = {
-    "encoder/num_heads": None,
-    "decoder/num_heads": None,
-    "decoder/start_from_zero_embedding": 0,
-    "decoder/scale_embeddings": 0,
-    "decoder/pre_norm": 1,
-    "decoder/alibi": 0,
-    # Of CTranslate2's activations: GELU.
-    "decoder/activation": 3,
-    "decoder/alignment_heads": None,
-    "decoder/alignment_layer": None,
+    **dict.fromkeys(("encoder/num_heads", "decoder/num_heads")),
+    **dict.fromkeys(("decoder/alignment_heads", "decoder/alignment_layer")),
+    **dict.fromkeys(("decoder/start_from_zero_embedding", "decoder/scale_embeddings", "decoder/alibi"), 0),
+    **{"decoder/pre_norm": 1, "decoder/activation": 3},  # GELU
 }
-#: Tokens, English and multilingual; languages stand between the second and the tasks.
+#: The ids of languages lie between those of the second and the tasks.
 _END, _START = "<|endoftext|>", "<|startoftranscript|>"
 _TASKS = ("translate", "transcribe")
 _NEEDED = (_END, _START, "<|translate|>", "<|transcribe|>", "<|startofprev|>", "<|notimestamps|>")
-#: That of the end of a text where languages are told apart; it is one less of English models.
+#: The end token of multilingual models; that of English models is one less.
 _MULTILINGUAL_END = 50257
 
 
 def whisper_tensors(path: Path) -> dict[str, Stored]:
-    """The weights in a file by transformers' names: a tensor of several projections is as many, over the same bytes.
-
-    Raises:
-        WeightError: the file is damaged, or has a tensor that no Whisper model has.
-        UnsupportedModelError: it holds another kind of model, or integers.
-    """
+    """The weights by transformers' names; a fused tensor becomes one for each projection, over the same bytes."""
     file = _checked(path)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name, stored in file.tensors.items():
         if name in _FACTS:
             continue
@@ -221,8 +186,8 @@ def whisper_tensors(path: Path) -> dict[str, Stored]:
             raise UnsupportedModelError(
                 f"{path} is quantized: tensor {name!r}; convert the model with --quantization float16 or without"
             )
-        found |= dict(_renamed(name, stored, path))
-    return dict(sorted(found.items(), key=lambda item: item[1].offset))
+        tensors |= dict(_renamed(name, stored, path))
+    return dict(sorted(tensors.items(), key=lambda item: item[1].offset))
 
 
 def _checked(path: Path) -> CTranslate2File:
@@ -231,9 +196,7 @@ def _checked(path: Path) -> CTranslate2File:
         raise UnsupportedModelError(f"{path} holds a model of CTranslate2 of the kind {file.spec!r}; {_SPEC!r} is read")
     for name, value in _FACTS.items():
         if value is not None and file.integer(name, value) != value:
-            raise UnsupportedModelError(
-                f"{path} has {name} = {file.integer(name)}, which no Whisper model has: expected {value}"
-            )
+            raise UnsupportedModelError(f"{path} has {name} = {file.integer(name)}; Whisper models have {value}")
     return file
 
 
@@ -247,95 +210,39 @@ def _renamed(name: str, stored: Stored, path: Path) -> Iterator[tuple[str, Store
         yield f"{_TOP[base]}.{_ENDINGS[ending]}", stored
     elif ending in _ENDINGS and len(parts) == 3 and parts[1].startswith("layer_") and parts[2] in _LAYER:
         names = _LAYER[parts[2]]
-        for index, part in enumerate(_parts(stored, len(names), name, path)):
-            # Keys have no bias, and zeros in that of all three.
-            if not (ending == "bias" and names[index].endswith("k_proj")):
-                yield f"model.{parts[0]}.layers.{parts[1][6:]}.{names[index]}.{_ENDINGS[ending]}", part
+        count = len(names)
+        if count > 1 and (not stored.shape or stored.shape[0] % count):
+            raise WeightError(f"tensor {name!r} in {path} is {list(stored.shape)}, not rows of {count} projections")
+        shape = (stored.shape[0] // count, *stored.shape[1:]) if count > 1 else stored.shape
+        for index, target in enumerate(names):
+            # Keys have no bias; a fused bias has zeros for them.
+            if not (ending == "bias" and target.endswith("k_proj")):
+                part = replace(stored, shape=shape, offset=stored.offset + index * (stored.nbytes // count))
+                yield f"model.{parts[0]}.layers.{parts[1][6:]}.{target}.{_ENDINGS[ending]}", part
     else:
         raise WeightError(f"tensor {name!r} in {path} is none of a Whisper model")
 
 
-def _parts(stored: Stored, count: int, name: str, path: Path) -> list[Stored]:
-    if count == 1:
-        return [stored]
-    if not stored.shape or stored.shape[0] % count:
-        raise WeightError(f"tensor {name!r} in {path} is {list(stored.shape)}: expected rows of {count} projections")
-    shape = (stored.shape[0] // count, *stored.shape[1:])
-    size = stored.nbytes // count
-    return [replace(stored, shape=shape, offset=stored.offset + index * size) for index in range(count)]
-
-
 def write_whisper_folder(source: Path, folder: Path) -> None:
-    """Writes config.json and generation_config.json, as transformers has them, of the CTranslate2 model in ``source``.
+    """Writes config.json and generation_config.json for transformers from the CTranslate2 model in ``source``.
 
-    tokenizer.json is copied, and the weights stay where they are: a link leads to them.
-
-    Raises:
-        WeightError, UnsupportedModelError: as ``whisper_tensors``; or the tokenizer is missing.
+    tokenizer.json is copied, the weights are linked.
     """
     file = _checked(source / MODEL_NAME)
     tokenizer = source / "tokenizer.json"
     if not tokenizer.is_file():
         raise WeightError(f"{tokenizer} is missing; a folder of CTranslate2 has {MODEL_NAME}, config.json and it")
-    ids = _token_ids(tokenizer)
-    config = _network_facts(file) | _token_facts(ids)
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    generation = _generation(read_object(source / "config.json", WeightError), ids) | _token_facts(ids)
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
-    shutil.copyfile(tokenizer, folder / "tokenizer.json")
-    (folder / MODEL_NAME).symlink_to((source / MODEL_NAME).resolve())
-
-
-def _token_ids(tokenizer: Path) -> dict[str, int]:
     added = read_object(tokenizer, WeightError, MAX_TOKENIZER).get("added_tokens")
     ids = {str(t["content"]): int(t["id"]) for t in added} if isinstance(added, list) else {}
     if missing := [name for name in _NEEDED if name not in ids]:
         raise WeightError(f"{tokenizer} is not Whisper's: it lacks the token {missing[0]}")
-    return ids
-
-
-def _network_facts(file: CTranslate2File) -> dict[str, Any]:
-    """What the shapes of the tensors say."""
-    vocab_size, hidden = file.tensor(_EMBEDDING).shape
-    sides: dict[str, Any] = {}
-    for side in ("encoder", "decoder"):
-        numbers = {name.split("/")[1] for name in file.tensors if name.startswith(f"{side}/layer_")} - {"layer_norm"}
-        sides[f"{side}_layers"] = len(numbers)
-        sides[f"{side}_attention_heads"] = file.integer(f"{side}/num_heads")
-        sides[f"{side}_ffn_dim"] = file.tensor(f"{side}/layer_0/ffn/linear_0/weight").shape[0]
-    dtypes = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    return {
-        "architectures": ["WhisperForConditionalGeneration"],
-        "model_type": "whisper",
-        "d_model": hidden,
-        "vocab_size": vocab_size,
-        "num_mel_bins": file.tensor("encoder/conv1/weight").shape[1],
-        "max_source_positions": file.tensor("encoder/position_encodings/encodings").shape[0],
-        "max_target_positions": file.tensor("decoder/position_encodings/encodings").shape[0],
-        "activation_function": "gelu",
-        "scale_embedding": False,
-        "is_encoder_decoder": True,
-        "tie_word_embeddings": True,
-        "torch_dtype": dtypes.get(file.tensor(_EMBEDDING).dtype, "float32"),
-        **sides,
-    }
-
-
-def _token_facts(ids: dict[str, int]) -> dict[str, Any]:
-    return {
-        "bos_token_id": ids[_END],
-        "eos_token_id": ids[_END],
-        "pad_token_id": ids[_END],
-        "decoder_start_token_id": ids[_START],
-    }
-
-
-def _generation(raw: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
-    """generation_config.json of CTranslate2's config.json, which has lists of token ids, and the tokenizer."""
-    languages = [name for name, token in ids.items() if ids[_START] < token < ids["<|translate|>"]]
-    # English models have the tokens of languages and tasks, too, and are not trained with them.
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), ids[_END])
+    special["decoder_start_token_id"] = ids[_START]
+    (folder / "config.json").write_text(json.dumps(_network_facts(file) | special, indent=2), encoding="utf-8")
+    raw = read_object(source / "config.json", WeightError)
+    # English models have the tokens of languages and tasks too, but are not trained with them.
     is_multilingual = ids[_END] == _MULTILINGUAL_END
-    facts: dict[str, Any] = {
+    generation: dict[str, Any] = {
         "suppress_tokens": raw.get("suppress_ids", []),
         "begin_suppress_tokens": raw.get("suppress_ids_begin", []),
         "alignment_heads": raw.get("alignment_heads"),
@@ -345,6 +252,33 @@ def _generation(raw: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
         "max_initial_timestamp_index": 50,
     }
     if is_multilingual:
-        facts["lang_to_id"] = {name: ids[name] for name in languages}
-        facts["task_to_id"] = {name: ids[f"<|{name}|>"] for name in _TASKS}
-    return facts
+        languages = (name for name, token in ids.items() if ids[_START] < token < ids["<|translate|>"])
+        generation["lang_to_id"] = {name: ids[name] for name in languages}
+        generation["task_to_id"] = {name: ids[f"<|{name}|>"] for name in _TASKS}
+    generation |= special
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    (folder / MODEL_NAME).symlink_to((source / MODEL_NAME).resolve())
+
+
+def _network_facts(file: CTranslate2File) -> dict[str, Any]:
+    """The network's settings, by the shapes of the tensors."""
+    vocab_size, hidden = file.tensor(_EMBEDDING).shape
+    sides: dict[str, Any] = {}
+    for side in ("encoder", "decoder"):
+        numbers = {name.split("/")[1] for name in file.tensors if name.startswith(f"{side}/layer_")} - {"layer_norm"}
+        sides[f"{side}_layers"] = len(numbers)
+        sides[f"{side}_attention_heads"] = file.integer(f"{side}/num_heads")
+        sides[f"{side}_ffn_dim"] = file.tensor(f"{side}/layer_0/ffn/linear_0/weight").shape[0]
+    dtypes = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    return {
+        **{"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"},
+        **{"d_model": hidden, "vocab_size": vocab_size},
+        "num_mel_bins": file.tensor("encoder/conv1/weight").shape[1],
+        "max_source_positions": file.tensor("encoder/position_encodings/encodings").shape[0],
+        "max_target_positions": file.tensor("decoder/position_encodings/encodings").shape[0],
+        **{"activation_function": "gelu", "scale_embedding": False, "is_encoder_decoder": True},
+        "tie_word_embeddings": True,
+        "torch_dtype": dtypes.get(file.tensor(_EMBEDDING).dtype, "float32"),
+        **sides,
+    }

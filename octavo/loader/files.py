@@ -1,4 +1,4 @@
-"""The cache folder of fetched and converted models; entries are created atomically."""
+"""Model files: the cache folder, downloads from the Hugging Face hub, and names of GGUF and CTranslate2 files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from octavo.core.errors import DownloadError, ModelNotFoundError, OctavoError, U
 
 logger = logging.getLogger(__name__)
 
-#: Folders of the cache, and how their models came there: of GGUF files configuration and tokenizer are converted.
+#: Folders of the cache -> kinds of models; of GGUF files, configuration and tokenizer are converted.
 _KINDS = {"builtin": "downloaded", "models": "converted", "shapes": "shape"}
-#: Name of a folder: that of the model, the type of weights that earlier versions converted, and a hash of its source.
+#: A folder's name: the model, the dtype of weights that earlier versions converted, and a hash of the source.
 _NAME = re.compile(r"(?P<name>.+?)(-(?P<dtype>float32|bfloat16))?-[0-9a-f]{16}")
 
 
 def cache_dir() -> Path:
-    """``OCTAVO_CACHE`` if set, else ``octavo`` in the platform's folder for a user's caches."""
+    """``OCTAVO_CACHE``, else ``octavo`` in the platform's folder for a user's caches."""
     if chosen := os.environ.get("OCTAVO_CACHE"):
         return Path(os.path.expanduser(chosen))
     if sys.platform == "darwin":
@@ -38,8 +38,7 @@ def publish(target: Path, fill: Callable[[Path], None]) -> Path:
     """Creates the folder ``target`` unless it exists: ``fill`` writes to a temporary folder, which is then renamed.
 
     So a folder of that name is always complete. If several processes call this at once, one fills the folder and the
-    others wait. Nothing is left beside the folder, nor where ``fill`` fails; what killed processes left there, of any
-    model, the next call that fills a folder removes.
+    others wait. Leftovers of killed processes are removed by the next call that fills a folder.
 
     Raises:
         DownloadError: the cache cannot be written to.
@@ -66,10 +65,9 @@ def publish(target: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def _clear_leftovers(target: Path) -> None:
-    """Removes what killed processes left beside ``target``: folders that were begun, and locks that nobody holds.
+    """Removes partial folders and stale locks of killed processes beside ``target``.
 
-    A model whose file has changed, or that is not asked for again, has another name than the folder that was begun, so
-    nothing else would ever remove gigabytes of it.
+    A later call for another model does it, because a model whose file has changed has another folder name.
     """
     from filelock import FileLock, Timeout
 
@@ -83,22 +81,21 @@ def _clear_leftovers(target: Path) -> None:
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A folder that ``publish`` made in the cache."""
+    """A folder in the cache."""
 
-    #: As it was named, or the name of the GGUF file that it was made of.
+    #: The model, or the GGUF file that it was made of.
     name: str
     #: "downloaded", "converted" or "shape".
     kind: str
-    #: Of weights that an earlier version converted; None: there are none.
+    #: Of weights that an earlier version converted.
     dtype: str | None
     folder: Path
-    #: Bytes of its files.
     size: int
 
 
 def cached_models() -> list[CachedModel]:
-    """The models in the cache, by name; nothing else that lies there, and no symbolic links."""
-    found = []
+    """The models in the cache, by name."""
+    models = []
     for parent, kind in _KINDS.items():
         root = cache_dir() / parent
         for folder in sorted(root.iterdir()) if root.is_dir() else ():
@@ -106,16 +103,12 @@ def cached_models() -> list[CachedModel]:
             if name is None or folder.is_symlink() or not folder.is_dir():
                 continue
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            found.append(CachedModel(name["name"], kind, name["dtype"], folder, size))
-    return sorted(found, key=lambda model: model.name)
+            models.append(CachedModel(name["name"], kind, name["dtype"], folder, size))
+    return sorted(models, key=lambda model: model.name)
 
 
 def remove(model: CachedModel) -> None:
-    """Removes a model from the cache; if this is interrupted, what is left does not count as a model.
-
-    Raises:
-        DownloadError: the cache cannot be written to.
-    """
+    """Removes a model from the cache; an interrupted removal leaves nothing that counts as a model."""
     with _locked(model.folder):
         partial = model.folder.with_name(model.folder.name + ".partial")
         try:
@@ -127,7 +120,6 @@ def remove(model: CachedModel) -> None:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Holds the file lock of ``target``, whose file is removed at the end."""
     from filelock import FileLock, Timeout
 
     try:
@@ -143,7 +135,7 @@ def _locked(target: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # While it is held: a process that waits for it sees that the file is gone, and makes a new one (from 3.24 on).
+        # While the lock is held: a waiting process sees that the file is gone, and makes a new one (from 3.24 on).
         with suppress(OSError):
             os.unlink(lock.lock_file)
         lock.release()
@@ -154,20 +146,19 @@ def _cannot_write(folder: Path, error: OSError) -> str:
     return f"cannot write to the cache folder {folder} ({reason}); set OCTAVO_CACHE to a folder that can hold the model"
 
 
-# Fetching models from the Hugging Face hub: JSON files, tokenizers and safetensors, never executable files.
+# The Hugging Face hub: JSON files, tokenizers and safetensors are fetched, never executable files
 
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model", "*.tiktoken"]
-#: Copies of the weights in other layouts, which many repositories have.
-_UNWANTED = ["consolidated*", "*/*.safetensors", "*/*.json"]
+_FETCHED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model", "*.tiktoken"]
+#: Such as copies of the weights in other layouts.
+_SKIPPED = ["consolidated*", "*/*.safetensors", "*/*.json"]
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 def fetch_hub(repo: str, *, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
-    """The folder of a snapshot; an earlier download is used if the hub cannot be reached.
+    """The folder of a snapshot; without network an earlier download is used.
 
-    Without ``weights`` only configuration and tokenizer files are fetched.
-
-    ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT`` and ``HF_HOME`` have their meaning in huggingface_hub.
+    Without ``weights`` only configuration and tokenizer files are fetched. ``HF_HUB_OFFLINE``, ``HF_TOKEN``,
+    ``HF_ENDPOINT`` and ``HF_HOME`` have their meaning in huggingface_hub.
 
     Raises:
         ModelNotFoundError: no such repository or revision.
@@ -176,7 +167,7 @@ def fetch_hub(repo: str, *, revision: str | None = None, progress: bool = True, 
     """
     advice = f"; {gguf_advice(repo)}" if "gguf" in repo.lower() else ""
     try:
-        folder = _snapshot(repo, revision, progress, _UNWANTED if weights else [*_UNWANTED, *_WEIGHTS])
+        folder = _snapshot(repo, revision, progress, _SKIPPED if weights else [*_SKIPPED, *_WEIGHTS])
     except DownloadError as e:
         raise DownloadError(f"{e}{advice}") from e
     if not (folder / "config.json").is_file():
@@ -191,12 +182,12 @@ def fetch_hub(repo: str, *, revision: str | None = None, progress: bool = True, 
 
 
 def gguf_advice(repo: str, kind: str = "Q4_K_M") -> str:
-    """What to do with a hub repository of GGUF files, which are not fetched: one of many is wanted."""
+    """Advice for a hub repository of GGUF files, which are not fetched: the user must choose one of them."""
     command = f"hf download {repo} --include '*{kind}*.gguf' --local-dir ."
     return f"download one of its GGUF files ({command}) and give the path of the file"
 
 
-def _snapshot(repo: str, revision: str | None, progress: bool, unwanted: list[str]) -> Path:
+def _snapshot(repo: str, revision: str | None, progress: bool, skipped: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -212,7 +203,7 @@ def _snapshot(repo: str, revision: str | None, progress: bool, unwanted: list[st
         disable_progress_bars()
     at = f" at revision {revision!r}" if revision else ""
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=unwanted))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=_FETCHED, ignore_patterns=skipped))
     except GatedRepoError as e:
         raise DownloadError(
             f"the hub model {repo!r} asks for consent: accept its terms on its page, then set HF_TOKEN"
@@ -238,32 +229,29 @@ def _snapshot(repo: str, revision: str | None, progress: bool, unwanted: list[st
             enable_progress_bars()
 
 
-# Names of the files of a GGUF model that is split; imports nothing that would slow down a start.
+# GGUF and CTranslate2 files, recognised without imports that would slow down a start
 
 _PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-#: Most files of a split model.
 _MAX_PARTS = 1024
 
 
 def split_paths(path: Path) -> list[Path]:
-    """All files of the model that the name of one of them, ``NAME-00001-of-00003.gguf``, belongs to, in order."""
+    """All files of a split model, in order, by the name of one of them, ``NAME-00001-of-00003.gguf``."""
     match = _PART_NAME.fullmatch(path.name)
     if match is None or not 0 < int(match[2]) <= int(match[3]) <= _MAX_PARTS:
         return [path]
     return [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
 
 
-# How a file of CTranslate2 is recognised; imports nothing that would slow down a start.
-
-#: Of the weights in a folder.
+#: The weights in a folder of CTranslate2.
 MODEL_NAME = "model.bin"
-#: A longer text at the file's beginning is no name of a kind of model, and a larger number no version.
+#: Limits of the name and the version at the beginning.
 _MAX_SPEC = 64
 _MAX_VERSION = 255
 
 
 def is_ctranslate2(path: Path) -> bool:
-    """Whether a file begins as one of CTranslate2's does."""
+    """Whether a file begins like CTranslate2's."""
     try:
         with path.open("rb") as file:
             start = file.read(6)

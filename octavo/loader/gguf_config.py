@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata say, as the files of a Hugging Face folder: config.json, and those of the tokenizer."""
+"""Converts a GGUF file's metadata to the files of a Hugging Face folder: config.json, tokenizer and pooling."""
 
 from __future__ import annotations
 
@@ -28,48 +28,12 @@ from octavo.loader.sentencepiece import (
 )
 from octavo.models.registry import model_type_of, unsupported
 
-# How a GGUF file's model makes vectors, as the files of sentence-transformers.
-
-#: By ``pooling_type`` in the metadata, as llama.cpp numbers them. 0: none, of models that were not made for vectors; 4:
-#: class scores.
-_KINDS = {1: "mean", 2: "cls", 3: "lasttoken"}
-
-
-def pooling_files(file: GGUFFile) -> dict[str, Any]:
-    """modules.json and what it names; nothing of a file that does not say how vectors are made.
-
-    llama.cpp gives vectors of length 1 unless it is told otherwise, and so does this.
-
-    Raises:
-        UnsupportedModelError: the kind of pooling is not known.
-    """
-    kind = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type", 0)
-    if kind in (0, 4):
-        return {}
-    if kind not in _KINDS:
-        raise UnsupportedModelError(f"{file.path}: pooling_type {kind} is not supported; supported: {_KINDS}")
-    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    return {
-        "modules.json": [
-            {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
-            for index, (path, name) in enumerate(modules.items())
-        ],
-        "1_Pooling/config.json": {"pooling_mode": _KINDS[kind]},
-    }
-
 
 def write_gguf_folder(path: Path, folder: Path, sampling: Mapping[str, float] | None = None) -> None:
-    """Writes config.json, generation_config.json and the tokenizer of a GGUF file into ``folder``, which exists.
+    """Writes config.json, generation_config.json and the tokenizer of a GGUF file into the existing ``folder``.
 
-    ``sampling``: sampling parameters for generation_config.json, where the file has none of its own.
-
-    Raises:
-        WeightError: the file is damaged or incomplete.
-        UnsupportedModelError: its architecture, a setting or a tensor type is not supported.
-        TokenizerError: its tokenizer is incomplete or of an unknown kind.
+    ``sampling``: default sampling parameters where the file has none.
     """
-    pass  # MERGED-IMPORT  # brings the library of tokenizers
-
     file = GGUFFile(path)
     config = model_config(Metadata(file))
     write_tokenizer(file, folder, config["vocab_size"])
@@ -81,25 +45,18 @@ def write_gguf_folder(path: Path, folder: Path, sampling: Mapping[str, float] | 
 
 
 def model_config(metadata: Metadata) -> dict[str, Any]:
-    """The content of config.json.
-
-    Raises:
-        UnsupportedModelError: the architecture or one of the settings is not supported.
-        WeightError: the metadata are incomplete or contradict themselves.
-    """
+    """The content of config.json."""
     architecture, fields = ARCHITECTURES[_kind(metadata)]
     config = {
         "architectures": [architecture],
         "model_type": model_type_of(architecture),
-        # What "auto" means for files of any type; values of some exceed float16.
-        "dtype": "bfloat16",
+        "dtype": "bfloat16",  # values of some files exceed float16
         "vocab_size": metadata.vocab_size(),
         **fields(metadata),
         "tie_word_embeddings": not metadata.holds("output.weight"),
-        "bos_token_id": metadata.token("bos"),
-        "eos_token_id": metadata.token("eos"),
-        "pad_token_id": metadata.token("padding"),
     }
+    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        config[f"{ours}_token_id"] = metadata.file.metadata.get(f"tokenizer.ggml.{theirs}_token_id")
     metadata.refuse_unread()
     return config
 
@@ -111,50 +68,60 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
     for ours, theirs in (("bos", "bos"), ("pad", "padding")):
         if (token := file.metadata.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
             config[f"{ours}_token_id"] = token
-    return config | _sampling(file)
-
-
-#: Keys below ``general.sampling`` -> names in generation_config.json. llama.cpp writes them; its keys for samplers that
-#: do not exist here (xtc, mirostat, their order) are not read.
-_SAMPLING_KEYS = {
-    "temp": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
-#: Where llama.cpp takes any value up to the least, or from the most on, as that value: (least, most).
-_SAMPLING_RANGES = {"temp": (0.0, math.inf), "top_k": (0, math.inf), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
-
-
-def _sampling(file: GGUFFile) -> dict[str, float]:
-    """The sampling parameters of a GGUF file, by their names in generation_config.json."""
-    found: dict[str, float] = {}
     for key, name in _SAMPLING_KEYS.items():
         value = file.metadata.get(f"general.sampling.{key}")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            continue  # no number: of no use, and no reason to refuse the model
+            continue  # no number is no reason to refuse the model
         least, most = _SAMPLING_RANGES.get(key, (-math.inf, math.inf))
         value = min(max(value, least), most)
-        # The file has 0.95 as a float32, which is 0.949999988 as a float64.
-        found[name] = int(value) if key == "top_k" else float(str(np.float32(value)))
-    return found
+        # The shortest decimal: 0.95, not 0.949999988.
+        config[name] = int(value) if key == "top_k" else float(str(np.float32(value)))
+    return config
+
+
+#: llama.cpp's ``pooling_type`` for vectors. 0: none, 4: class scores.
+_POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
+
+
+def pooling_files(file: GGUFFile) -> dict[str, Any]:
+    """modules.json and the files that it names; empty if the file does not say how vectors are made.
+
+    Vectors are normalised, as llama.cpp does by default.
+    """
+    kind = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type", 0)
+    if kind in (0, 4):
+        return {}
+    if kind not in _POOLING:
+        raise UnsupportedModelError(f"{file.path}: pooling_type {kind} is not supported; supported: {_POOLING}")
+    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    return {
+        "modules.json": [
+            {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for index, (path, name) in enumerate(modules.items())
+        ],
+        "1_Pooling/config.json": {"pooling_mode": _POOLING[kind]},
+    }
+
+
+#: llama.cpp's keys below ``general.sampling`` -> names in generation_config.json. Keys for samplers that do not exist
+#: here (xtc, mirostat, their order) are not read.
+_SAMPLING_KEYS = {
+    **{"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"},
+    "penalty_repeat": "repetition_penalty",
+}
+#: llama.cpp clamps these to (least, most).
+_SAMPLING_RANGES = {"temp": (0.0, math.inf), "top_k": (0, math.inf), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 
 
 def _decoder(m: Metadata, *, partly_rotated: bool = False, **changes: Any) -> dict[str, Any]:
-    """The fields that decoders have, under their most usual names, with ``changes``.
+    """The fields that decoders have under their most usual names, with ``changes``.
 
-    Args:
-        m: of the file.
-        partly_rotated: whether the architecture can rotate a part of each head.
-        changes: fields that differ.
+    ``partly_rotated``: the architecture can rotate a part of each head.
     """
     heads, head_dim = m.integer("attention.head_count"), m.head_dim()
     kv_heads = m.integer("attention.head_count_kv", default=heads)
     if not m.has("attention.kv_lora_rank") and m.integer("attention.value_length", default=head_dim) != head_dim:
-        raise UnsupportedModelError(
-            f"{m.file.path}: heads of keys and of values differ in size, which is not supported"
-        )
+        raise UnsupportedModelError(f"{m.file.path}: key and value heads of different sizes are not supported")
     if heads % kv_heads:
         raise WeightError(f"{m.file.path}: {heads} heads cannot share {kv_heads} key-value heads")
     layer_norm_eps = m.real("attention.layer_norm_epsilon", default=1e-5)
@@ -178,12 +145,8 @@ def _decoder(m: Metadata, *, partly_rotated: bool = False, **changes: Any) -> di
     }
 
 
-def _mistral(m: Metadata) -> dict[str, Any]:
-    return _decoder(m, sliding_window=m.integer("attention.sliding_window"))
-
-
 def _mixture(m: Metadata, *, renormalize: bool = False) -> dict[str, Any]:
-    """Experts; their size is computed as in llama.cpp where files do not have it."""
+    """A mixture of experts; their size is computed as in llama.cpp where the file lacks it."""
     chosen, inner = m.integer("expert_used_count"), m.integer("feed_forward_length")
     return _decoder(
         m,
@@ -196,7 +159,6 @@ def _mixture(m: Metadata, *, renormalize: bool = False) -> dict[str, Any]:
 
 
 def _deepseek(m: Metadata) -> dict[str, Any]:
-    """Latent attention, and mixtures of experts after some dense layers."""
     rope = m.rope(partial=True)
     del rope["partial_rotary_factor"]
     if m.has("rope.scaling.yarn_log_multiplier"):  # written as a tenth of it
@@ -238,15 +200,13 @@ def _gemma(m: Metadata, **changes: Any) -> dict[str, Any]:
 
 
 def _gemma_with_windows(m: Metadata, layers_of_largest: int, pattern: int, **changes: Any) -> dict[str, Any]:
-    """Gemma 2 and 3; the attention's scale is told from the number of layers, as files do not have it."""
+    """Gemma 2 and 3; the number of layers tells the attention's scale, which files lack."""
     layers, window = m.layers(), m.optional("attention.sliding_window")
     sliding = m.sliding_layers(pattern) if window else [False] * layers
-    is_largest = layers == layers_of_largest
+    width = m.integer("embedding_length") // m.integer("attention.head_count")
     return _gemma(
         m,
-        query_pre_attn_scalar=m.integer("embedding_length") // m.integer("attention.head_count")
-        if is_largest
-        else m.head_dim(),
+        query_pre_attn_scalar=width if layers == layers_of_largest else m.head_dim(),
         sliding_window=window or m.integer("context_length"),
         layer_types=["sliding_attention" if slides else "full_attention" for slides in sliding],
         **changes,
@@ -259,7 +219,6 @@ def _gemma2(m: Metadata) -> dict[str, Any]:
 
 
 def _gemma3(m: Metadata) -> dict[str, Any]:
-    """With two bases of rotation."""
     local = {"rope_type": "default", "rope_theta": m.real("rope.freq_base_swa", default=10000.0)}
     return _gemma_with_windows(
         m,
@@ -275,12 +234,8 @@ def _phi3(m: Metadata) -> dict[str, Any]:
     rope = m.rope(partial=True)
     original = rope.pop("original_max_position_embeddings", None)
     original = original or m.integer("rope.scaling.original_context_length", default=m.integer("context_length"))
-    config = _decoder(
-        m,
-        rope_parameters=rope,
-        sliding_window=m.optional("attention.sliding_window"),
-        original_max_position_embeddings=original,
-    )
+    window = m.optional("attention.sliding_window")
+    config = _decoder(m, rope_parameters=rope, sliding_window=window, original_max_position_embeddings=original)
     del config["head_dim"]
     return config
 
@@ -297,17 +252,12 @@ def _gpt2(m: Metadata) -> dict[str, Any]:
     }
 
 
-def _gptj(m: Metadata) -> dict[str, Any]:
-    return _gpt2(m) | {"rotary_dim": m.rotated()}
-
-
 def _gptneox(m: Metadata) -> dict[str, Any]:
     parallel = m.flag("use_parallel_residual", default=True)
     return _decoder(m, partly_rotated=True, hidden_act="gelu", use_parallel_residual=parallel)
 
 
 def _encoder(m: Metadata) -> dict[str, Any]:
-    """An encoder; tables of positions and segments have as many rows as the file says."""
     if m.flag("attention.causal", default=True):
         raise UnsupportedModelError(f"{m.file.path}: {m.arch} with causal attention is not supported")
     return {
@@ -323,7 +273,6 @@ def _encoder(m: Metadata) -> dict[str, Any]:
 
 
 def _classifier(m: Metadata) -> dict[str, Any]:
-    """An encoder with class scores, whose names the file may have."""
     count = m.rows("cls.output.weight") or m.rows("cls.output.bias") or 1
     labels = m.file.metadata.get(f"{m.arch}.classifier.output_labels")
     names = labels if isinstance(labels, list) and len(labels) == count else [f"LABEL_{i}" for i in range(count)]
@@ -331,7 +280,6 @@ def _classifier(m: Metadata) -> dict[str, Any]:
 
 
 def _nomic(m: Metadata) -> dict[str, Any]:
-    """An encoder with rotary positions."""
     rope = m.rope()
     if rope.pop("rope_type") != "default":
         raise UnsupportedModelError(f"{m.file.path}: scaled rotary positions of {m.arch} are not supported")
@@ -339,14 +287,11 @@ def _nomic(m: Metadata) -> dict[str, Any]:
 
 
 def _falcon(m: Metadata) -> dict[str, Any]:
-    """The older decoder, and that of 40B and 180B, which has a norm for each branch."""
+    """Also the 40B and 180B models, which have a norm for each branch."""
     config = _decoder(m, activation="gelu", new_decoder_architecture=m.holds("blk.0.attn_norm_2.weight"))
     kv_heads = config["num_key_value_heads"]
-    return config | {
-        "ffn_hidden_size": config["intermediate_size"],
-        "num_kv_heads": kv_heads,
-        "multi_query": kv_heads == 1,
-    }
+    config |= {"ffn_hidden_size": config["intermediate_size"], "num_kv_heads": kv_heads}
+    return config | {"multi_query": kv_heads == 1}
 
 
 def _bloom(m: Metadata) -> dict[str, Any]:
@@ -356,11 +301,13 @@ def _bloom(m: Metadata) -> dict[str, Any]:
     return config
 
 
-#: By the value of general.architecture, with what tells apart the models that share one: the class in transformers,
-#: and the fields of config.json, except those of all models.
+#: general.architecture, with a suffix where models share one -> the class in transformers, and its own settings.
 ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", _decoder),
-    "llama with a window": ("MistralForCausalLM", _mistral),
+    "llama with a window": (
+        "MistralForCausalLM",
+        lambda m: _decoder(m, sliding_window=m.integer("attention.sliding_window")),
+    ),
     "llama with experts": ("MixtralForCausalLM", _mixture),
     "qwen2": ("Qwen2ForCausalLM", _decoder),
     "qwen2moe": ("Qwen2MoeForCausalLM", _mixture),
@@ -375,7 +322,7 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
     "phi3": ("Phi3ForCausalLM", _phi3),
     "gpt2": ("GPT2LMHeadModel", _gpt2),
-    "gptj": ("GPTJForCausalLM", _gptj),
+    "gptj": ("GPTJForCausalLM", lambda m: _gpt2(m) | {"rotary_dim": m.rotated()}),
     "gptneox": ("GPTNeoXForCausalLM", _gptneox),
     "falcon": ("FalconForCausalLM", _falcon),
     "bloom": ("BloomForCausalLM", _bloom),
@@ -386,11 +333,7 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
 
 
 def _kind(m: Metadata) -> str:
-    """The key of ``ARCHITECTURES`` for a file.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
+    """The key of ``ARCHITECTURES`` for a file."""
     name = m.arch
     if name == "llama" and m.has("expert_count"):
         name = "llama with experts"
@@ -406,9 +349,9 @@ def _kind(m: Metadata) -> str:
     return name
 
 
-# tokenizer.json and tokenizer_config.json from a GGUF file's metadata.
+# tokenizer.json and tokenizer_config.json
 
-#: Ids of the special tokens of each kind (``tokenizer.ggml.model``) where a file does not say; as in llama.cpp.
+#: llama.cpp's default ids of special tokens by kind (``tokenizer.ggml.model``).
 _DEFAULT_IDS: dict[str, dict[str, int]] = {
     "gpt2": {},
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
@@ -418,12 +361,7 @@ _DEFAULT_IDS: dict[str, dict[str, int]] = {
 
 
 def write_tokenizer(file: GGUFFile, folder: Path, vocab_size: int) -> None:
-    """Writes the file's tokenizer in the format of the Hugging Face libraries.
-
-    Raises:
-        TokenizerError: it is incomplete or contradicts itself.
-        UnsupportedModelError: its kind is not supported.
-    """
+    """Writes the file's tokenizer in the format of the Hugging Face libraries."""
     data = _Data(file, vocab_size)
     if data.kind == "gpt2":
         tokenizer = _byte_level(data)
@@ -444,7 +382,7 @@ def write_tokenizer(file: GGUFFile, folder: Path, vocab_size: int) -> None:
 
 
 class _Data:
-    """The metadata under ``tokenizer.``, checked."""
+    """The checked metadata under ``tokenizer.``."""
 
     def __init__(self, file: GGUFFile, vocab_size: int) -> None:
         self.path = file.path
@@ -454,9 +392,9 @@ class _Data:
         if self.kind is None or not isinstance(tokens, list) or not all(isinstance(t, str) for t in tokens):
             raise TokenizerError(f"{file.path} has no tokenizer (tokenizer.ggml.model and tokenizer.ggml.tokens)")
         if self.kind not in _DEFAULT_IDS:
-            known = ", ".join(_DEFAULT_IDS)
+            kinds = ", ".join(_DEFAULT_IDS)
             raise UnsupportedModelError(
-                f"{file.path}: tokenizer.ggml.model = {self.kind!r} is not supported; supported: {known}"
+                f"{file.path}: tokenizer.ggml.model = {self.kind!r} is not supported; supported: {kinds}"
             )
         self.tokens: list[str] = tokens
         if len(tokens) > vocab_size:
@@ -477,7 +415,7 @@ class _Data:
         return bool(self.get(key, default))
 
     def token_id(self, key: str) -> int | None:
-        """The id that ``tokenizer.ggml.<key>_token_id`` names, else the default of the kind; None if there is none."""
+        """The id in ``tokenizer.ggml.<key>_token_id``, else the default of the kind; None if there is none."""
         name = f"{key}_token_id"
         default = _DEFAULT_IDS[self.kind].get(key, len(self.tokens))
         token = self.get(name, default if default < len(self.tokens) else None)
@@ -486,7 +424,6 @@ class _Data:
         return token
 
     def token(self, key: str) -> str | None:
-        """The text of the token with the id ``token_id(key)``."""
         token_id = self.token_id(key)
         return None if token_id is None else self.tokens[token_id]
 
@@ -499,7 +436,6 @@ class _Data:
 
 
 def _byte_level(data: _Data) -> Tokenizer:
-    """Byte-level BPE (Radford et al. 2019); families differ in the pre-tokenizer."""
     merges = []
     for line in data.get("merges") or []:
         pair = tuple(line.split(" ")) if isinstance(line, str) else ()
@@ -523,7 +459,7 @@ def _family(data: _Data) -> PreTokenizer:
 
 
 def _sentencepiece(data: _Data) -> SentencePieceModel:
-    """SentencePiece BPE with byte fallback (Llama 2, Mistral, Gemma), or a unigram model (T5)."""
+    """BPE with byte fallback (Llama 2, Mistral, Gemma), or a unigram model (T5)."""
     unigram, unknown, charsmap = data.kind == "t5", data.token_id("unknown"), data.get("precompiled_charsmap")
     return SentencePieceModel(
         data.path,
@@ -540,7 +476,7 @@ def _sentencepiece(data: _Data) -> SentencePieceModel:
 
 
 def _word_piece(data: _Data) -> Tokenizer:
-    """WordPiece. The file marks what begins a word by ``▁``; BERT what continues one by ``##``."""
+    """The file marks the beginning of a word by ``▁``; BERT marks the continuation by ``##``."""
     kinds = list(zip(data.tokens, data.types, strict=True))
     whole = {t for t, k in kinds if k != NORMAL or (t[:1] == "[" and t[-1:] == "]")}
     tokens = [t if t in whole else t[1:] if t.startswith("▁") else f"##{t}" for t in data.tokens]
@@ -579,30 +515,20 @@ def _config(data: _Data) -> dict[str, Any]:
         "add_eos_token": bool(data.get("add_eos_token", data.kind == "t5")) and names["eos_token"] is not None,
         **{name: token for name, token in names.items() if token is not None},
     }
-    if fim := _fill_in_middle(data):
-        config["fim_tokens"] = fim
-    if template := _chat_template(data.metadata):
-        config["chat_template"] = template
-    return config
-
-
-def _fill_in_middle(data: _Data) -> dict[str, str]:
-    """The tokens before the prefix, the suffix and the middle of a text with a gap; empty if the file names none."""
+    # The tokens around a gap; older files name them without "fim".
     keys = {"prefix": "fim_pre", "suffix": "fim_suf", "middle": "fim_mid"}
-    # Older files name them without "fim".
-    found = {name: data.token(key) or data.token(name) for name, key in keys.items()}
-    return {name: token for name, token in found.items() if token is not None} if all(found.values()) else {}
-
-
-def _chat_template(metadata: dict[str, Any]) -> str | list[dict[str, str]] | None:
-    """The chat template, or a list if there are further, named ones, as in tokenizer_config.json."""
-    default = metadata.get("tokenizer.chat_template")
-    prefix = "tokenizer.chat_template."
-    named = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix) and isinstance(v, str)}
-    if not isinstance(default, str):
-        default = None
-    if not named:
-        return default
-    if default is not None:
-        named = {"default": default} | named
-    return [{"name": name, "template": template} for name, template in named.items()]
+    fim = {name: data.token(key) or data.token(name) for name, key in keys.items()}
+    if all(fim.values()):
+        config["fim_tokens"] = fim
+    default, prefix = data.metadata.get("tokenizer.chat_template"), "tokenizer.chat_template."
+    named = {
+        key.removeprefix(prefix): value
+        for key, value in data.metadata.items()
+        if key.startswith(prefix) and isinstance(value, str)
+    }
+    if named:
+        templates = ({"default": default} if isinstance(default, str) else {}) | named
+        config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
+    elif isinstance(default, str) and default:
+        config["chat_template"] = default
+    return config

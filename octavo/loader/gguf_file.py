@@ -1,7 +1,7 @@
-"""Reads a GGUF file's header: metadata and offsets of tensors. All sizes are validated before use.
+"""Reads GGUF files: metadata, and tensors under the names of a network. All sizes are validated before use.
 
-The ``gguf`` package has a reader too; it is not used because it makes several numpy views a token (seconds for a
-vocabulary) and trusts the file's counts. Its tables of types and names are used.
+The reader of the ``gguf`` package makes several numpy views a token (seconds for a vocabulary) and trusts the file's
+counts; only its tables of types and names are used.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 """
 
@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Container, Generator, Iterable, Iterator, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,65 +24,42 @@ from gguf.tensor_mapping import get_tensor_name_map
 from octavo.core.dtypes import DType, rounded
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.weight_rows import GGUFRows, QuantizedRows, dequantize
+from octavo.kernels.weight_rows import GGUFRows, dequantize
 from octavo.loader.files import split_paths
 from octavo.models.checkpoint import (
     CheckpointEntry,
     Pairs,
     Permute,
     Shapes,
+    Tensor,
     Transform,
     halve_pairs,
     is_transposed,
-    transposed,
+    transpose,
 )
 
+#: Types of metadata by their number.
 _SCALARS: dict[int, np.dtype[Any]] = {
-    0: np.dtype("<u1"),
-    1: np.dtype("<i1"),
-    2: np.dtype("<u2"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<u4"),
-    5: np.dtype("<i4"),
-    6: np.dtype("<f4"),
-    7: np.dtype("?"),
-    10: np.dtype("<u8"),
-    11: np.dtype("<i8"),
-    12: np.dtype("<f8"),
+    **{kind: np.dtype(name) for kind, name in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))},
+    **{kind: np.dtype(name) for kind, name in enumerate(("<u8", "<i8", "<f8"), 10)},
 }
 _STRING, _ARRAY = 8, 9
-#: Longest text in bytes (chat templates and whole tokenizers are stored as texts).
+#: Bytes of the longest text: chat templates and whole tokenizers are texts.
 _MAX_TEXT = 64 << 20
 _MAX_DIMS = 4
-#: The file type of a file that does not say it.
-_GUESSED = LlamaFileType.GUESSED
 
 #: Tensor types that can be dequantized.
 SUPPORTED_TYPES = frozenset(
-    [
-        GGMLQuantizationType.F32,
-        GGMLQuantizationType.F16,
-        GGMLQuantizationType.BF16,
-        GGMLQuantizationType.Q8_0,
-        GGMLQuantizationType.Q4_0,
-        GGMLQuantizationType.Q4_1,
-        GGMLQuantizationType.Q5_0,
-        GGMLQuantizationType.Q5_1,
-        GGMLQuantizationType.Q2_K,
-        GGMLQuantizationType.Q3_K,
-        GGMLQuantizationType.Q4_K,
-        GGMLQuantizationType.Q5_K,
-        GGMLQuantizationType.Q6_K,
-        GGMLQuantizationType.IQ4_NL,
-        GGMLQuantizationType.IQ4_XS,
-    ]
+    GGMLQuantizationType[name]
+    for name in (
+        *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+    )
 )
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Type, shape and offset of a tensor in the file."""
-
     name: str
     #: Rows first, as in torch and numpy (reversed in the file).
     shape: tuple[int, ...]
@@ -99,7 +76,7 @@ class GGUFTensor:
 
     @property
     def rows(self) -> int:
-        """Number of rows: the product of all dimensions but the last."""
+        """The product of all dimensions but the last."""
         return math.prod(self.shape[:-1])
 
 
@@ -110,16 +87,11 @@ class GGUFFile:
 
     Metadata values are int, float, bool, str, list[str] or a numpy array. Every tensor of ``tensors`` lies within its
     file and has a supported type.
-
-    Raises:
-        WeightError: a file is missing, truncated, corrupt or not GGUF.
-        UnsupportedModelError: it is GGUF of a kind that is not supported.
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads the headers of the file at ``path`` and of the files that belong to it."""
         self.path = path
-        self.metadata, self.tensors = _read_header(path)
+        self.metadata, self.tensors = self._read_header(path)
         count = self.metadata.get("split.count", 1)
         if count in (0, 1):
             return
@@ -132,10 +104,10 @@ class GGUFFile:
         for number, part in enumerate(paths):
             if not part.is_file():
                 raise WeightError(f"{part} is missing: the model of {path.name} is split into {count} files")
-            metadata, tensors = _read_header(part)
-            found = metadata.get("split.no"), metadata.get("split.count")
-            if found != (number, count):
-                raise WeightError(f"{part} says that it is part {found[0]} of {found[1]}, counted from 0")
+            metadata, tensors = self._read_header(part)
+            own_number, own_count = metadata.get("split.no"), metadata.get("split.count")
+            if (own_number, own_count) != (number, count):
+                raise WeightError(f"{part} says that it is part {own_number} of {own_count}, counted from 0")
             if twice := self.tensors.keys() & tensors.keys():
                 raise WeightError(f"{part}: the tensor {min(twice)!r} is also in another part")
             self.metadata = metadata | self.metadata  # the first part has those of the model
@@ -144,13 +116,22 @@ class GGUFFile:
         if total != len(self.tensors):
             raise WeightError(f"the parts of {path} hold {len(self.tensors)} tensors; they should hold {total}")
 
+    @staticmethod
+    def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        try:
+            with path.open("rb") as f:
+                header = _Header(f, path.stat().st_size, path)
+                return header.metadata(), header.tensors()
+        except OSError as e:
+            raise WeightError(f"{path} cannot be read: {e.strerror or e}") from e
+
     @property
     def file_type(self) -> str:
-        """How the file is quantized, in llama.cpp's words (``Q4_K_M``); where it does not say, what most bytes are."""
+        """The quantisation as llama.cpp names it (``Q4_K_M``); without such metadata the type of most bytes."""
         kind = self.metadata.get("general.file_type")
-        named = next((each.name for each in LlamaFileType if each.value == kind and each is not _GUESSED), None)
-        if named is not None:
-            return named.removeprefix("MOSTLY_").removeprefix("ALL_")
+        for each in LlamaFileType:
+            if each.value == kind and each is not LlamaFileType.GUESSED:
+                return each.name.removeprefix("MOSTLY_").removeprefix("ALL_")
         bytes_of_type: Counter[str] = Counter()
         for tensor in self.tensors.values():
             bytes_of_type[tensor.type.name] += tensor.rows * tensor.row_bytes
@@ -168,16 +149,6 @@ class GGUFFile:
         return data.reshape(last - first, tensor.row_bytes)
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Metadata and tensors of one file."""
-    try:
-        with path.open("rb") as f:
-            header = _Header(f, path.stat().st_size, path)
-            return header.metadata(), header.tensors()
-    except OSError as e:
-        raise WeightError(f"{path} cannot be read: {e.strerror or e}") from e
-
-
 class _Header:
     """A cursor over the header that never reads past the end of the file."""
 
@@ -188,14 +159,11 @@ class _Header:
         self._alignment = 32
 
     def metadata(self) -> dict[str, Any]:
-        """Everything before the list of tensors."""
         if self.take(4) != b"GGUF":
             raise WeightError(f"{self._path} is not a GGUF file: it does not begin with 'GGUF'")
         version = self.number("<I")
         if version not in (2, 3):
-            raise UnsupportedModelError(
-                f"{self._path} is GGUF version {version}; versions 2 and 3, little-endian, are read"
-            )
+            raise UnsupportedModelError(f"{self._path} is GGUF version {version}; supported: 2 and 3, little-endian")
         self._tensor_count = self.count(at_least=24)
         metadata: dict[str, Any] = {}
         for _ in range(self.count(at_least=13)):
@@ -210,33 +178,29 @@ class _Header:
         return metadata
 
     def tensors(self) -> dict[str, GGUFTensor]:
-        """The tensors, in the file's order; read after ``metadata``."""
         entries = [self.tensor_entry() for _ in range(self._tensor_count)]
         start = -(-self.position // self._alignment) * self._alignment
         tensors: dict[str, GGUFTensor] = {}
         for name, shape, kind, offset in entries:
             if name in tensors:
                 raise self.corrupt(f"the tensor {name!r} occurs twice")
-            tensors[name] = self._checked(name, shape, kind, start + offset)
+            try:
+                tensor = GGUFTensor(name, shape, GGMLQuantizationType(kind), start + offset, self._path)
+            except ValueError:
+                raise UnsupportedModelError(f"{self._path}: tensor {name!r} has the unknown type {kind}") from None
+            if tensor.type not in SUPPORTED_TYPES:
+                raise UnsupportedModelError(
+                    f"{self._path}: tensor {name!r} has type {tensor.type.name}, which is not supported; supported: "
+                    f"{', '.join(sorted(t.name for t in SUPPORTED_TYPES))}"
+                )
+            block = GGML_QUANT_SIZES[tensor.type][0]
+            if shape[-1] % block:
+                raise self.corrupt(f"the rows of tensor {name!r} hold {shape[-1]} values, not a multiple of {block}")
+            end = tensor.offset + tensor.rows * tensor.row_bytes
+            if end > self._size:
+                raise WeightError(f"{self._path} is truncated: tensor {name!r} ends at byte {end} of {self._size}")
+            tensors[name] = tensor
         return tensors
-
-    def _checked(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GGUFTensor:
-        try:
-            tensor = GGUFTensor(name, shape, GGMLQuantizationType(kind), offset, self._path)
-        except ValueError:
-            raise UnsupportedModelError(f"{self._path}: tensor {name!r} has the unknown type {kind}") from None
-        if tensor.type not in SUPPORTED_TYPES:
-            names = ", ".join(sorted(t.name for t in SUPPORTED_TYPES))
-            raise UnsupportedModelError(
-                f"{self._path}: tensor {name!r} has type {tensor.type.name}, which is not supported; supported: {names}"
-            )
-        block = GGML_QUANT_SIZES[tensor.type][0]
-        if shape[-1] % block:
-            raise self.corrupt(f"the rows of tensor {name!r} hold {shape[-1]} values, not a multiple of {block}")
-        end = offset + tensor.rows * tensor.row_bytes
-        if end > self._size:
-            raise WeightError(f"{self._path} is truncated: tensor {name!r} ends at byte {end} of {self._size}")
-        return tensor
 
     def corrupt(self, what: str) -> WeightError:
         return WeightError(f"{self._path} is corrupt near byte {self.position}: {what}")
@@ -254,7 +218,7 @@ class _Header:
         return value
 
     def count(self, at_least: int) -> int:
-        """Reads a number of items, which is checked against the remaining bytes and the least size of an item."""
+        """Reads a number of items; checks it against the remaining bytes and the least size of an item."""
         count = self.number("<Q")
         if count * at_least > self._size - self.position:
             raise self.corrupt(f"it claims {count} items, more than the file can hold")
@@ -264,15 +228,13 @@ class _Header:
         return self.texts(1)[0]
 
     def texts(self, count: int) -> list[str]:
-        """Reads texts that follow each other; a vocabulary has hundreds of thousands."""
+        """Reads consecutive texts; a vocabulary has hundreds of thousands."""
         texts, read, position = [], self._file.read, self.position
         for _ in range(count):
             length = int.from_bytes(read(8), "little")
             position += 8 + length
             if position > self._size:
-                raise WeightError(
-                    f"{self._path} is truncated or corrupt: a text ends at byte {position} of {self._size}"
-                )
+                raise WeightError(f"{self._path} is truncated or corrupt: text ends at byte {position}")
             if length > _MAX_TEXT:
                 raise self.corrupt(f"it claims a text of {length} bytes")
             try:
@@ -309,10 +271,10 @@ class _Header:
         return name, shape, self.number("<I"), self.number("<Q")
 
 
-# Typed access to a GGUF file's metadata, and its rotary settings.
+# Metadata
 
-#: Settings that change what a network computes, and the values that leave it as it is, the first where they are absent.
-#: One that an architecture's config.json does not express must have such a value.
+#: Settings that change the result, with their neutral values, the first by default. A setting that the architecture's
+#: config.json cannot express must have a neutral value.
 _NEUTRAL: dict[str, tuple[float, ...]] = {
     **dict.fromkeys(("expert_count", "leading_dense_block_count", "nextn_predict_layers"), (0,)),
     **dict.fromkeys(("expert_group_count", "expert_weights_scale", "expert_gating_func"), (0, 1)),
@@ -326,12 +288,12 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
 }
 ROPE_FACTORS = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-#: Tensors that become part of the configuration.
+#: Tensors that become settings of the configuration.
 ROPE_TABLES = frozenset((ROPE_FACTORS, _LONG, _SHORT))
 
 
 class Metadata:
-    """The metadata under the architecture's prefix; keys that were read are noted, so that others can be refused."""
+    """Typed access to the metadata under the architecture's prefix; notes the keys that were read."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -339,18 +301,17 @@ class Metadata:
         self._read: set[str] = set()
 
     def holds(self, tensor: str) -> bool:
-        """Whether the file has this tensor."""
         return tensor in self.file.tensors
 
     def has(self, key: str) -> bool:
-        """Whether a setting is there and not 0."""
+        """Whether a setting is present and not 0."""
         return bool(np.any(self.file.metadata.get(f"{self.arch}.{key}", 0)))
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer, or a number for each layer that is the same in all of them."""
+        """A positive integer; an array must have the same number for every layer."""
         value = self._get(key, default)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # some files have a number for each layer
+            value = value[0].item()
         if isinstance(value, np.ndarray):
             raise UnsupportedModelError(f"{self.file.path}: {self.arch}.{key} differs between layers: not supported")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
@@ -358,7 +319,7 @@ class Metadata:
         return value
 
     def optional(self, key: str) -> int | None:
-        """A positive integer; None if it is absent or 0."""
+        """A positive integer; None if absent or 0."""
         return self.integer(key) if self.has(key) else None
 
     def real(self, key: str, default: float | None = None) -> float:
@@ -369,37 +330,28 @@ class Metadata:
         return float(str(np.float32(value)))  # the shortest decimal: 1e-05, not 9.999999747378752e-06
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A boolean."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise WeightError(f"{self.file.path}: {self.arch}.{key} must be true or false, not {value!r}")
         return value
 
-    def token(self, name: str) -> int | None:
-        """The id of a special token."""
-        return self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
         embedding = self.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise WeightError(f"{self.file.path} has no tensor 'token_embd.weight'")
         return embedding.shape[0]
 
     def rows(self, tensor: str) -> int | None:
-        """Rows of a tensor, if the file has it."""
-        found = self.file.tensors.get(tensor)
-        return None if found is None else found.shape[0]
+        entry = self.file.tensors.get(tensor)
+        return None if entry is None else entry.shape[0]
 
     def layers(self) -> int:
-        """Number of layers."""
         layers = self.integer("block_count")
         if layers > len(self.file.tensors):
             raise WeightError(f"{self.file.path} has {len(self.file.tensors)} tensors, too few for {layers} layers")
         return layers
 
     def head_dim(self) -> int:
-        """Size of a query's and a key's head."""
         return self.integer(
             "attention.key_length", self.integer("embedding_length") // self.integer("attention.head_count") or 1
         )
@@ -415,7 +367,7 @@ class Metadata:
         return [(i + 1) % pattern != 0 for i in range(layers)]
 
     def refuse_unread(self) -> None:
-        """Raises UnsupportedModelError if a setting was not read and is not neutral."""
+        """Refuses settings that were not read and are not neutral."""
         for key, neutral in _NEUTRAL.items():
             value = self.file.metadata.get(f"{self.arch}.{key}", neutral[0])
             if key not in self._read and (isinstance(value, np.ndarray) or value not in neutral):
@@ -429,7 +381,7 @@ class Metadata:
         return value
 
     def rotated(self) -> int:
-        """Leading dimensions of a head that are rotated."""
+        """The number of leading dimensions of a head that are rotated."""
         head_dim = self.head_dim()
         rotated = self.integer("rope.dimension_count", default=head_dim)
         if rotated % 2 or rotated > head_dim:
@@ -439,11 +391,7 @@ class Metadata:
         return rotated
 
     def rope(self, *, partial: bool = False) -> dict[str, Any]:
-        """rope_parameters of config.json.
-
-        Args:
-            partial: whether the architecture can rotate a part of each head.
-        """
+        """rope_parameters of config.json; ``partial``: the architecture can rotate a part of each head."""
         head_dim, rotated = self.head_dim(), self.rotated()
         if rotated != head_dim and not partial:
             raise UnsupportedModelError(
@@ -496,24 +444,18 @@ class Metadata:
         return rope
 
     def _vector(self, name: str) -> np.ndarray:
-        """The values of a small tensor, float32."""
-        from gguf.quants import dequantize
-
         if name not in self.file.tensors:
             raise WeightError(f"{self.file.path} has no tensor {name!r}")
         tensor = self.file.tensors[name]
-        return dequantize(self.file.read_rows(tensor), tensor.type).ravel()
+        return dequantize(tensor.type.name, self.file.read_rows(tensor)).ravel()
 
 
 def llama3_parameters(factors: np.ndarray, theta: float, head_dim: int, source: str) -> dict[str, Any]:
     """The rope parameters of Llama 3.1, from the table of divisors [head_dim / 2] that a GGUF file has instead.
 
     With f rotations a token, a dimension's divisor is 1 where f * original > high, ``factor`` where f * original < low,
-    and between them 1 / ((1 - s) / factor + s) with s = (f * original - low) / (high - low). Only two of original, low
-    and high can be told from the table (scaling all three changes nothing), so low is 1, as in every published model.
-
-    Raises:
-        UnsupportedModelError: the table is not of this form.
+    and between them 1 / ((1 - s) / factor + s) with s = (f * original - low) / (high - low). The table determines only
+    two of original, low and high (scaling all three changes nothing), so low is 1, as in every published model.
     """
     wrong = UnsupportedModelError(f"{source}: the table {ROPE_FACTORS!r} does not follow Llama 3's rope scaling")
     if factors.shape != (head_dim // 2,) or not np.isfinite(factors).all() or (factors <= 0).any():
@@ -537,18 +479,13 @@ def llama3_parameters(factors: np.ndarray, theta: float, head_dim: int, source: 
     s = np.clip((frequency * original - 1) / (high - 1), 0, 1)
     if not np.allclose(1 / ((1 - s) / factor + s), factors, rtol=1e-3):
         raise wrong
-    return {
-        "rope_type": "llama3",
-        "factor": round(factor, 4),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
+    rope = {"rope_type": "llama3", "factor": round(factor, 4), "low_freq_factor": 1.0, "high_freq_factor": high}
+    return rope | {"original_max_position_embeddings": original}
 
 
-# The tensors of a GGUF file under the names of a network.
+# Tensors
 
-#: Names that the map, or that of an older package, does not know, of layers those of the first.
+#: Names that the package's map, or that of an older package, lacks; of layers, the names of the first.
 _ALIASES = {
     "model.embed_positions.weight": "position_embd.weight",
     "model.embed_norm.weight": "token_embd_norm.weight",
@@ -559,11 +496,10 @@ _ALIASES = {
     **{f"model.layers.0.mlp_norm.{kind}": f"blk.0.layer_output_norm.{kind}" for kind in ("weight", "bias")},
     **{f"head.out.{kind}": f"cls.output.{kind}" for kind in ("weight", "bias")},
 }
-#: The norms of a Falcon that has two of them, which are the other way round.
+#: The norms of a Falcon with two norms, which are the other way round.
 _FALCON_NORMS = {"input_layernorm": "attn_norm_2", "post_attention_layernorm": "attn_norm"}
-#: Matrices that some architectures have one below the other, by the name of the whole.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-#: Keys and values of latent attention, which files have in one matrix, or in two for each head.
+#: Keys and values of latent attention: one matrix, or two.
 _KEYS_VALUES, _KEYS, _VALUES = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _BLOCK = re.compile(r"blk\.\d+\.")
@@ -571,27 +507,21 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> dict[str, list[str]]:
-    """A network's tensors by the name of the tensor that has them in a file, one below the other in this order.
+    """A network's tensors by the name of the file's tensor that holds them, as consecutive rows in this order.
 
-    Args:
-        arch: the value of general.architecture.
-        names: of all tensors of the network.
-        held: names of the file's tensors, which say whether matrices are fused.
-
-    Raises:
-        UnsupportedModelError: files of the architecture have no such tensor.
+    ``arch`` is the value of general.architecture. ``held`` are the names of the file's tensors; they tell whether
+    matrices are fused.
     """
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == arch)
-    known = get_tensor_name_map(kind, 1)
+    name_map = get_tensor_name_map(kind, 1)
     held = {_BLOCK.sub("blk.0.", name) for name in held}
     has_two_norms = arch == "falcon" and any(".post_attention_layernorm." in name for name in names)
 
     def source_of(stem: str, ending: str) -> str | None:
-        return known.get_name(f"{stem}.{ending}", (".weight", ".bias"))
+        return name_map.get_name(f"{stem}.{ending}", (".weight", ".bias"))
 
     @functools.cache
     def find(name: str) -> str:
-        """The source of a tensor, of layers that of the first, of experts that of all of them."""
         stem, _, ending = name.rpartition(".")
         before, _, part = stem.rpartition(".")
         if has_two_norms and part in _FALCON_NORMS:
@@ -615,7 +545,7 @@ def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> d
 
 
 def layouts(arch: str, config: ModelConfig) -> list[CheckpointEntry]:
-    """What leads from the layout of files to that of checkpoints in transformers, under the network's names."""
+    """Entries from the layout of GGUF files to that of transformers' checkpoints, under the network's names."""
     if arch == "llama":  # the rows of a head's two halves take turns
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
         return [Permute(rf"\.{name}\.", halve_pairs(count, config.head_dim)) for name, count in heads.items()]
@@ -624,54 +554,51 @@ def layouts(arch: str, config: ModelConfig) -> list[CheckpointEntry]:
     return []
 
 
-@dataclass(frozen=True)
-class _TensorPlace:
-    """Where a tensor of the network is: consecutive rows of one in the file; of one dimension, consecutive values."""
-
-    shape: tuple[int, ...]
-    source: GGUFTensor
-    part: slice
-
-
 class GGUFCheckpoint:
-    """The tensors of a network in a GGUF file; all are found before one is read."""
+    """The tensors of a network in a GGUF file; all are located before one is read."""
 
     def __init__(self, path: Path, config: ModelConfig, shapes: Shapes) -> None:
-        """Finds the tensors of ``shapes``, those of the whole network of ``config``.
+        """``shapes`` are those of the whole network of ``config``.
 
         Raises:
             WeightError: the file is damaged, or a tensor is missing or of the wrong shape.
-            UnsupportedModelError: there is one that the network does not have, or of a type that is not supported.
+            UnsupportedModelError: the file has a tensor that the network does not have, or of an unsupported type.
         """
         self.file = GGUFFile(path)
         self._config, self._shapes = config, shapes
         self._arch = str(self.file.metadata.get("general.architecture"))
-        self._places: dict[str, _TensorPlace] = {}
+        #: Shape, tensor in the file, and its consecutive rows (of one dimension: values).
+        self._places: dict[str, tuple[tuple[int, ...], GGUFTensor, slice]] = {}
         #: Keys [H, R, N] and values [H, W, R] of latent attention, where they are two tensors.
         self._split: dict[str, tuple[GGUFTensor, GGUFTensor]] = {}
         self._unused = set(self.file.tensors) - ROPE_TABLES
         for source, names in tensors_by_source(self._arch, [*shapes], self.file.tensors).items():
             if source.endswith(_KEYS_VALUES) and source not in self.file.tensors:
-                self._find_split(source, names[0])
-            else:
-                self._find(source, names)
+                (rows, rank), prefix = shapes[names[0]], source.removesuffix(_KEYS_VALUES)
+                keys = self._tensor(prefix + _KEYS, (config.num_heads, rank, None))
+                width = rows // config.num_heads - keys.shape[-1]
+                self._split[names[0]] = keys, self._tensor(prefix + _VALUES, (config.num_heads, width, rank))
+                continue
+            first = shapes[names[0]]
+            sizes = (len(names), *first) if "_exps." in source else (sum(shapes[n][0] for n in names), *first[1:])
+            tensor, start = self._tensor(source, sizes), 0
+            for name in names:
+                shape = shapes[name]
+                stop = start + math.prod(shape if len(tensor.shape) == 1 else shape[:-1])
+                self._places[name] = shape, tensor, slice(start, stop)
+                start = stop
         if self._unused:
             raise UnsupportedModelError(
                 f"{path} has tensors that a {config.architecture} does not: {', '.join(sorted(self._unused)[:5])}"
             )
 
     def read(
-        self,
-        names: Container[str],
-        checkpoint_map: Sequence[CheckpointEntry],
-        dtype: DType | None,
-    ) -> Generator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The tensors ``names`` of the network, in the layouts that its checkpoint map expects.
+        self, names: Container[str], checkpoint_map: Sequence[CheckpointEntry], dtype: DType | None
+    ) -> Generator[tuple[str, Tensor]]:
+        """The tensors ``names`` of the network, in the layouts that its ``checkpoint_map`` expects (transposed where it
+        transposes).
 
-        Args:
-            names: of the tensors that are read.
-            checkpoint_map: of the network. What it transposes is passed transposed, as files do not have it so.
-            dtype: of the values; None: quantised matrices stay in their blocks, everything else is float32.
+        With ``dtype`` None quantised matrices stay in their blocks and other tensors are float32.
         """
         pairs: Pairs = ((name, self._read(name, dtype)) for name in self._shapes if name in names)
         for entry in layouts(self._arch, self._config):
@@ -679,59 +606,33 @@ class GGUFCheckpoint:
         for name, tensor in pairs:
             if isinstance(tensor, np.ndarray) and dtype is not None:
                 tensor = rounded(tensor, dtype)
-            yield name, transposed(tensor) if is_transposed(name, checkpoint_map) else tensor
-
-    def read_all(self) -> Iterator[tuple[str, np.ndarray]]:
-        """All tensors of the file under their names there, float32."""
-        return ((name, self._values(tensor)) for name, tensor in self.file.tensors.items())
-
-    def _find(self, source: str, names: Sequence[str]) -> None:
-        shapes = [self._shapes[name] for name in names]
-        if "_exps." in source:
-            tensor = self._tensor(source, (len(names), *shapes[0]))
-        else:
-            tensor = self._tensor(source, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
-        start = 0
-        for name, shape in zip(names, shapes, strict=True):
-            stop = start + math.prod(shape if len(tensor.shape) == 1 else shape[:-1])
-            self._places[name] = _TensorPlace(shape, tensor, slice(start, stop))
-            start = stop
-
-    def _find_split(self, source: str, name: str) -> None:
-        rows, rank = self._shapes[name]
-        prefix, heads = source.removesuffix(_KEYS_VALUES), self._config.num_heads
-        keys = self._tensor(prefix + _KEYS, (heads, rank, None))
-        values = self._tensor(prefix + _VALUES, (heads, rows // heads - keys.shape[-1], rank))
-        self._split[name] = keys, values
+            yield name, transpose(tensor) if is_transposed(name, checkpoint_map) else tensor
 
     def _tensor(self, name: str, shape: tuple[int | None, ...]) -> GGUFTensor:
-        """A tensor of this shape; sizes of 1 do not count, which files do not hold everywhere."""
+        """A tensor of this shape, but for dimensions of size 1, which files omit at times."""
         tensor = self.file.tensors.get(name)
         if tensor is None:
             raise WeightError(f"{self.file.path} has no tensor {name!r}")
         sizes, expected = ([size for size in sizes if size != 1] for sizes in (tensor.shape, shape))
         if len(sizes) != len(expected) or any(b not in (None, a) for a, b in zip(sizes, expected, strict=True)):
-            raise WeightError(
-                f"{self.file.path}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(shape)}"
-            )
+            raise WeightError(f"{self.file.path}: tensor {name!r} has shape {list(tensor.shape)}, not {list(shape)}")
         self._unused.discard(name)
         return tensor
 
-    def _read(self, name: str, dtype: DType | None) -> np.ndarray | QuantizedRows:
+    def _read(self, name: str, dtype: DType | None) -> Tensor:
         if name in self._split:
             keys, values = (self._values(tensor).reshape(tensor.shape) for tensor in self._split[name])
             joined = np.concatenate([keys.transpose(0, 2, 1), values], axis=1)
             return joined.reshape(-1, joined.shape[2])
-        place = self._places[name]
-        source, shape = place.source, place.shape
+        shape, source, part = self._places[name]
         if len(source.shape) == 1:
-            return self._values(source).ravel()[place.part].reshape(shape)
+            return self._values(source).ravel()[part].reshape(shape)
         block = GGML_QUANT_SIZES[source.type][0]
         if dtype is None and block > 1:
-            return GGUFRows(source.type.name, self.file.read_rows(source, place.part), shape[-1], block)
-        rows = self.file.read_rows(source, place.part)
+            return GGUFRows(source.type.name, self.file.read_rows(source, part), shape[-1], block)
+        rows = self.file.read_rows(source, part)
         return dequantize(source.type.name, rows, dtype or DType.FLOAT32).reshape(shape)
 
     def _values(self, tensor: GGUFTensor) -> np.ndarray:
-        """All values, float32 [rows, columns]."""
+        """float32 [rows, columns]."""
         return dequantize(tensor.type.name, self.file.read_rows(tensor))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,64 +18,47 @@ from octavo.models.checkpoint import (
     CheckpointEntry,
     Pairs,
     Shapes,
+    Tensor,
     has_values,
     is_transposed,
-    transposed,
+    transpose,
     without_values,
 )
-
-# What the methods have in common: checks of types and shapes, packed integers, and groups.
 
 #: Types of scales, as safetensors names them.
 FLOATS = ("F16", "BF16", "F32")
 
 
-class Method(Protocol):
+@dataclass(frozen=True)
+class Method(ABC):
     """How one quantised matrix is stored; tensors are named by what follows the matrix's name."""
 
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The tensors that it must have."""
+    scheme: QuantizationScheme
+    optional: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def optional(self) -> tuple[str, ...]:
-        """Those that it may have besides."""
+    @abstractmethod
+    def required(self) -> tuple[str, ...]: ...
 
+    @abstractmethod
     def shape(self, stored: Mapping[str, Stored]) -> tuple[int, int]:
-        """(N, K).
+        """(N, K); WeightError if the tensors fit neither each other nor the checkpoint's configuration."""
 
-        Raises:
-            WeightError: the tensors fit neither each other nor the checkpoint's configuration.
-        """
-
+    @abstractmethod
     def unpack(self, tensors: Mapping[str, np.ndarray], dtype: DType) -> GroupQuantizedRows | np.ndarray:
-        """The matrix; dequantised to ``dtype`` if its groups are not consecutive values of a row.
-
-        Raises:
-            WeightError: a value of a tensor is impossible.
-        """
+        """The matrix; dequantised to ``dtype`` if its groups are not consecutive values of a row."""
 
 
 def expect(stored: Mapping[str, Stored], name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
-    """Checks the type and shape of a tensor.
-
-    Raises:
-        WeightError: it has another type, or none of the shapes.
-    """
     tensor = stored[name]
     if tensor.dtype not in dtypes:
         raise WeightError(f"{name} is of type {tensor.dtype}; expected {' or '.join(dtypes)}")
     if tensor.shape not in shapes:
-        wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-        raise WeightError(f"{name} has shape {list(tensor.shape)}; expected {wanted}")
+        expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        raise WeightError(f"{name} has shape {list(tensor.shape)}; expected {expected}")
 
 
 def two_dimensions(stored: Mapping[str, Stored], name: str) -> tuple[int, int]:
-    """The shape of a tensor that is a matrix.
-
-    Raises:
-        WeightError: it is none, or empty.
-    """
     shape = stored[name].shape
     if len(shape) != 2 or not all(shape):
         raise WeightError(f"{name} has shape {list(shape)}; expected a matrix")
@@ -82,7 +66,6 @@ def two_dimensions(stored: Mapping[str, Stored], name: str) -> tuple[int, int]:
 
 
 def bits_of(scheme: QuantizationScheme) -> int:
-    """Bits of a weight."""
     return 4 if scheme.number == "int4" else 8
 
 
@@ -100,17 +83,10 @@ def grouped(
     index: np.ndarray | None,
     dtype: DType,
 ) -> GroupQuantizedRows | np.ndarray:
-    """Rows of 4 or 8 bits in groups.
+    """Rows of 4 or 8 bits in groups; dequantised to ``dtype`` if the groups are not consecutive values of equal number.
 
-    They are dequantised to ``dtype`` if the groups are not consecutive values, or the last one is smaller.
-
-    Args:
-        scheme: the size of the groups, and the type of a weight if it is not 8 bits.
-        codes, scales, zeros: as in ``GroupQuantizedRows``; zeros may all be the middle.
-        index: [K] of any integer type, the group of each column; None: consecutive ones.
-
-    Raises:
-        WeightError: ``index`` names a group that is none.
+    ``codes``, ``scales`` and ``zeros`` are as in ``GroupQuantizedRows``. ``index`` [K] is the group of each column;
+    None: consecutive ones.
     """
     bits, columns, groups = bits_of(scheme), codes.shape[1], scales.shape[1]
     size = scheme.group or columns
@@ -125,25 +101,23 @@ def grouped(
     return GroupQuantizedRows(bits, codes, scales, zeros)
 
 
-# Matrices of compressed-tensors, and those of fp8 checkpoints, which are stored alike.
+# compressed-tensors, and fp8, which is stored alike
 
 #: Rows of fp8 that are dequantised at once.
 _ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
-class PackedIntegers:
+class PackedIntegers(Method):
     """pack-quantized: weight_packed int32 [N, K / 8], the first column in the lowest bits; K / 4 with 8 bits.
 
     weight_scale is [N, groups]; weight_zero_point the same in int8, or packed along N; weight_shape holds N and K.
     """
 
-    scheme: QuantizationScheme
-    required: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_shape")
-    optional: ClassVar[tuple[str, ...]] = ("weight_zero_point", "weight_g_idx")
+    required = ("weight_packed", "weight_scale", "weight_shape")
+    optional = ("weight_zero_point", "weight_g_idx")
 
     def shape(self, stored: Mapping[str, Stored]) -> tuple[int, int]:
-        """(N, K); without groups K must fill the words."""
         bits = bits_of(self.scheme)
         n, words = two_dimensions(stored, "weight_packed")
         expect(stored, "weight_packed", ("I32",), (n, words))
@@ -166,7 +140,7 @@ class PackedIntegers:
         return n, k
 
     def unpack(self, tensors: Mapping[str, np.ndarray], dtype: DType) -> GroupQuantizedRows | np.ndarray:
-        """Codes are stored as the integer plus 2^(bits - 1), and so are packed zeros."""
+        """Codes and packed zeros are stored as the integer plus 2^(bits - 1)."""
         bits = bits_of(self.scheme)
         n, k = tensors["weight_shape"].tolist()
         codes = unpack_words(tensors["weight_packed"], bits)
@@ -185,15 +159,13 @@ class PackedIntegers:
 
 
 @dataclass(frozen=True)
-class PlainIntegers:
-    """int-quantized: weight int8 [N, K], weight_scale [N, groups] or of the whole matrix, and perhaps zeros in int8."""
+class PlainIntegers(Method):
+    """int-quantized: weight int8 [N, K], weight_scale [N, groups] or of the whole matrix, optional int8 zeros."""
 
-    scheme: QuantizationScheme
-    required: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
-    optional: ClassVar[tuple[str, ...]] = ("weight_zero_point",)
+    required = ("weight", "weight_scale")
+    optional = ("weight_zero_point",)
 
     def shape(self, stored: Mapping[str, Stored]) -> tuple[int, int]:
-        """(N, K)."""
         n, k = two_dimensions(stored, "weight")
         expect(stored, "weight", ("I8",), (n, k))
         _expect_scales(stored, self.scheme, n, k)
@@ -202,46 +174,34 @@ class PlainIntegers:
         return n, k
 
     def unpack(self, tensors: Mapping[str, np.ndarray], dtype: DType) -> GroupQuantizedRows | np.ndarray:
-        """The integers plus 128."""
         codes = tensors["weight"].view(np.uint8) ^ 128
         zeros = tensors.get("weight_zero_point")
         zeros = None if zeros is None else _row_scales(zeros.view(np.uint8) ^ 128, len(codes))
-        return grouped(
-            replace(self.scheme, number="int8"),
-            codes,
-            _row_scales(tensors["weight_scale"], len(codes)),
-            zeros,
-            None,
-            dtype,
-        )
+        scales = _row_scales(tensors["weight_scale"], len(codes))
+        return grouped(replace(self.scheme, number="int8"), codes, scales, zeros, None, dtype)
 
 
 @dataclass(frozen=True)
-class Floats:
+class Floats(Method):
     """weight float8_e4m3fn [N, K] with a scale of the matrix, a row, a group, or a block; always dequantised.
 
     The scale is a factor of the weight, although its name may be weight_scale_inv.
     """
 
-    scheme: QuantizationScheme
     #: Name of the scale.
     scale: str
-    optional: ClassVar[tuple[str, ...]] = ()
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The weight and its scale."""
         return "weight", self.scale
 
     def shape(self, stored: Mapping[str, Stored]) -> tuple[int, int]:
-        """(N, K)."""
         n, k = two_dimensions(stored, "weight")
         expect(stored, "weight", ("F8_E4M3",), (n, k))
         _expect_scales(stored, self.scheme, n, k, self.scale)
         return n, k
 
     def unpack(self, tensors: Mapping[str, np.ndarray], dtype: DType) -> np.ndarray:
-        """weight * scale, computed in float32."""
         weight, scales = tensors["weight"], tensors[self.scale].astype(np.float32)
         n, k = weight.shape
         block = self.scheme.block
@@ -279,20 +239,18 @@ def _row_scales(scales: np.ndarray, n: int) -> np.ndarray:
     return np.broadcast_to(scales, (n, scales.shape[1]))
 
 
-# GPTQ (Frantar et al. 2022), as AutoGPTQ and GPTQModel store it, and AWQ (Lin et al. 2023), as AutoAWQ does.
+# GPTQ (Frantar et al. 2022) of AutoGPTQ and GPTQModel, AWQ (Lin et al. 2023) of AutoAWQ
 
 
 @dataclass(frozen=True)
-class Gptq:
-    """qweight [K / 8, N], qzeros [groups, N / 8], scales [groups, N] and perhaps g_idx [K]; K / 4 with 8 bits."""
+class Gptq(Method):
+    """qweight [K / 8, N], qzeros [groups, N / 8], scales [groups, N], optional g_idx [K]; K / 4 with 8 bits."""
 
-    scheme: QuantizationScheme
     zeros_minus_one: bool
-    required: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
-    optional: ClassVar[tuple[str, ...]] = ("g_idx",)
+    required = ("qweight", "qzeros", "scales")
+    optional = ("g_idx",)
 
     def shape(self, stored: Mapping[str, Stored]) -> tuple[int, int]:
-        """(N, K)."""
         words, n = two_dimensions(stored, "qweight")
         k = words * 32 // bits_of(self.scheme)
         expect(stored, "qweight", ("I32",), (words, n))
@@ -302,7 +260,7 @@ class Gptq:
         return n, k
 
     def unpack(self, tensors: Mapping[str, np.ndarray], dtype: DType) -> GroupQuantizedRows | np.ndarray:
-        """The zeros are those that were stored, or with ``zeros_minus_one`` one more."""
+        """The zeros are the stored ones, plus one with ``zeros_minus_one``."""
         bits = bits_of(self.scheme)
         words = tensors["qweight"]
         codes = unpack_words(words, bits).transpose(1, 0, 2).reshape(words.shape[1], -1)
@@ -315,33 +273,27 @@ class Gptq:
 
 
 @dataclass(frozen=True)
-class Awq:
+class Awq(Method):
     """qweight [K, N / 8], qzeros [groups, N / 8], scales [groups, N]; words hold columns 0, 2, 4, 6, 1, 3, 5, 7."""
 
-    scheme: QuantizationScheme
-    required: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
-    optional: ClassVar[tuple[str, ...]] = ()
+    required = ("qweight", "qzeros", "scales")
 
     def shape(self, stored: Mapping[str, Stored]) -> tuple[int, int]:
-        """(N, K)."""
         k, words = two_dimensions(stored, "qweight")
         expect(stored, "qweight", ("I32",), (k, words))
         _expect_groups(stored, self.scheme, words * 8, k)
         return words * 8, k
 
     def unpack(self, tensors: Mapping[str, np.ndarray], dtype: DType) -> GroupQuantizedRows | np.ndarray:
-        """The codes and zeros in the order of the columns."""
-        codes, zeros = (_columns_of_words(tensors[name]) for name in ("qweight", "qzeros"))
-        return grouped(self.scheme, codes, tensors["scales"].T, zeros, None, dtype)
-
-
-def _columns_of_words(words: np.ndarray) -> np.ndarray:
-    """int32 [K, N / 8] to uint8 [N, K]; not the codes are transposed but the words, of which there are fewer."""
-    words = np.ascontiguousarray(words.T).view(np.uint32)
-    codes = np.empty((len(words), 8, words.shape[1]), np.uint8)
-    for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
-        codes[:, column] = (words >> np.uint32(4 * place)) & np.uint32(15)
-    return codes.reshape(-1, words.shape[1])
+        codes = {}
+        for name in ("qweight", "qzeros"):
+            # Transposes the words, which are fewer than the codes.
+            words = np.ascontiguousarray(tensors[name].T).view(np.uint32)
+            columns = np.empty((len(words), 8, words.shape[1]), np.uint8)
+            for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+                columns[:, column] = (words >> np.uint32(4 * place)) & np.uint32(15)
+            codes[name] = columns.reshape(-1, words.shape[1])
+        return grouped(self.scheme, codes["qweight"], tensors["scales"].T, codes["qzeros"], None, dtype)
 
 
 def _expect_groups(stored: Mapping[str, Stored], scheme: QuantizationScheme, n: int, k: int) -> None:
@@ -357,30 +309,27 @@ def _expect_groups(stored: Mapping[str, Stored], scheme: QuantizationScheme, n: 
         raise WeightError(f"{e}, for {what} as config.json says and qweight of {n} outputs, {k} inputs") from None
 
 
-# Makes matrices of the tensors that a quantised checkpoint stores for each of them.
-
-#: Parts of a quantised matrix, by what follows its name; "weight" is one if its type is not that of a plain matrix.
+#: Suffixes of a quantised matrix's tensors; "weight" is one if its type is not that of a plain matrix.
 _PARTS = (
     *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv"),
     *("weight_shape", "weight_zero_point", "weight_g_idx"),
 )
 _INTEGERS_AND_FP8 = ("I8", "F8_E4M3")
-#: Scales of activations and of the KV cache, which weights alone do not need.
+#: Scales of activations and of the KV cache, which are not used.
 _UNUSED = re.compile(r"\.((input|output)_(scale|zero_point|global_scale)|[qkv]_(scale|zero_point))$")
 
 
 @dataclass(frozen=True)
 class _Matrix:
     shape: tuple[int, int]
-    #: What the names of its tensors end with.
     parts: tuple[str, ...]
     method: Method
 
 
 class Unpack:
-    """An entry of a checkpoint map that passes each quantised matrix X as ``X.weight``, once its last tensor is read.
+    """A checkpoint entry that passes each quantised matrix X as ``X.weight``, after its last tensor was read.
 
-    Tensors may come in any order. Everything that is not quantised passes unchanged.
+    Tensors may come in any order. Other tensors pass unchanged.
     """
 
     def __init__(
@@ -392,29 +341,33 @@ class Unpack:
         keep: Callable[[QuantizedRows], bool],
         transposed: Callable[[str], bool],
     ) -> None:
-        """Checks the tensors' types and shapes before any of them is read.
+        """Checks the types and shapes of all tensors before any is read.
 
         Args:
-            quantization: of the checkpoint.
-            stored: all its tensors, by name.
+            stored: all tensors of the checkpoint.
             shapes: of the tensors that the network expects.
-            dtype: of what is dequantised.
+            dtype: of dequantised matrices.
             keep: whether rows are passed in their own bits.
             transposed: whether ``checkpoint_map`` transposes the tensor of this name. Methods store matrices of GPT-2's
-                Conv1D as those of other layers, so these are transposed here to be what the map expects.
+                Conv1D as those of other layers, so these are transposed here for the map.
 
         Raises:
-            WeightError: a part of a matrix is missing, or has another type or shape than it should; it is named.
+            WeightError: a tensor of a matrix is missing, or has the wrong type or shape.
         """
         self._dtype = dtype
         self._keep = keep
         self._transposed = transposed
-        self._matrices = {
-            name: _matrix(quantization, name, parts, shapes) for name, parts in _parts_by_matrix(stored).items()
-        }
+        by_matrix: dict[str, dict[str, Stored]] = {}
+        for name, tensor in stored.items():
+            prefix, _, part = name.rpartition(".")
+            if part in _PARTS or (part == "weight" and tensor.dtype in _INTEGERS_AND_FP8):
+                by_matrix.setdefault(prefix, {})[part] = tensor
+        for prefix, parts in by_matrix.items():  # "weight" of any type
+            if (weight := stored.get(f"{prefix}.weight")) is not None:
+                parts["weight"] = weight
+        self._matrices = {name: _matrix(quantization, name, parts, shapes) for name, parts in by_matrix.items()}
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The matrices, and the tensors that belong to none."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         waiting: dict[str, dict[str, np.ndarray]] = {}
         for name, tensor in pairs:
             prefix, _, part = name.rpartition(".")
@@ -427,29 +380,30 @@ class Unpack:
             if part in held:
                 raise WeightError(f"tensor {name!r} occurs twice")
             held[part] = tensor
-            if len(held) == len(matrix.parts):
-                values = self._values(prefix, matrix, waiting.pop(prefix))
-                name = f"{prefix}.weight"
-                yield name, transposed(values) if self._transposed(name) else values
-        for prefix, held in waiting.items():  # all parts exist, so these came after the matrix was complete
+            if len(held) < len(matrix.parts):
+                continue
+            del waiting[prefix]
+            values: np.ndarray | QuantizedRows
+            if all(map(has_values, held.values())):
+                try:
+                    values = matrix.method.unpack(held, self._dtype)
+                except WeightError as e:
+                    raise WeightError(f"matrix {prefix!r}: {e}") from None
+                if isinstance(values, QuantizedRows) and not self._keep(values):
+                    values = values.dequantize(self._dtype)
+            else:  # only headers are compared
+                values = without_values(matrix.shape, self._dtype.numpy)
+            name = f"{prefix}.weight"
+            yield name, transpose(values) if self._transposed(name) else values
+        for prefix, held in waiting.items():  # tensors after the matrix was complete
             raise WeightError(f"tensor {f'{prefix}.{next(iter(held))}'!r} occurs twice")
-
-    def _values(self, name: str, matrix: _Matrix, parts: Mapping[str, np.ndarray]) -> np.ndarray | QuantizedRows:
-        if not all(map(has_values, parts.values())):  # only headers are compared
-            return without_values(matrix.shape, self._dtype.numpy)
-        try:
-            values = matrix.method.unpack(parts, self._dtype)
-        except WeightError as e:
-            raise WeightError(f"matrix {name!r}: {e}") from None
-        return values if isinstance(values, np.ndarray) or self._keep(values) else values.dequantize(self._dtype)
 
 
 @dataclass(frozen=True)
 class DropZeroBiases:
-    """Skips biases that the network does not expect if they are zero: AutoGPTQ stores one for every matrix."""
+    """Skips zero biases that the network does not expect: AutoGPTQ stores one for every matrix."""
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The remaining tensors."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
             is_extra = name.endswith(".bias") and name not in shapes
             # The values of a tensor without memory are seen when it is loaded.
@@ -465,33 +419,33 @@ def with_unpacking(
     dtype: DType,
     keep: Callable[[QuantizedRows], bool] = lambda rows: False,
 ) -> list[CheckpointEntry]:
-    """A network's map with what a quantised checkpoint needs around it; arguments and errors as of ``Unpack``."""
+    """A network's map with the entries that a quantised checkpoint needs; arguments as for ``Unpack``."""
     entries = tuple(checkpoint_map)
-
-    def transposed(name: str) -> bool:
-        return is_transposed(name, entries)
-
-    return [Unpack(quantization, stored, shapes, dtype, keep, transposed), *entries, DropZeroBiases()]
-
-
-def _parts_by_matrix(stored: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
-    found: dict[str, dict[str, Stored]] = {}
-    for name, tensor in stored.items():
-        prefix, _, part = name.rpartition(".")
-        if part in _PARTS or (part == "weight" and tensor.dtype in _INTEGERS_AND_FP8):
-            found.setdefault(prefix, {})[part] = tensor
-    for prefix, parts in found.items():  # whatever its type
-        if (weight := stored.get(f"{prefix}.weight")) is not None:
-            parts["weight"] = weight
-    return found
+    unpack = Unpack(quantization, stored, shapes, dtype, keep, lambda name: is_transposed(name, entries))
+    return [unpack, *entries, DropZeroBiases()]
 
 
 def _matrix(quantization: CheckpointQuantization, name: str, parts: Mapping[str, Stored], shapes: Shapes) -> _Matrix:
-    """The matrix, with the first method of the checkpoint that its tensors fit."""
+    """The matrix, with the first storage method that its tensors fit."""
     errors: dict[str, None] = {}
-    for method in _methods(quantization, parts):
+    for scheme in quantization.schemes:
+        method: Method
+        if quantization.method == "gptq":
+            method = Gptq(scheme, quantization.zeros_minus_one)
+        elif quantization.method == "awq":
+            method = Awq(scheme)
+        elif scheme.number == "fp8":
+            method = Floats(scheme, "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale")
+        else:
+            method = PlainIntegers(scheme) if "weight" in parts else PackedIntegers(scheme)
         try:
-            _expect_parts(quantization, method, parts)
+            missing = [part for part in method.required if part not in parts]
+            extra = [part for part in parts if part not in (*method.required, *method.optional)]
+            if missing or extra:
+                wrong = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(extra)}"
+                raise WeightError(
+                    f"the checkpoint {wrong}; a matrix of {quantization.name} is stored as {', '.join(method.required)}"
+                )
             shape = method.shape(parts)
             if (expected := shapes.get(f"{name}.weight", shape)) != shape:
                 raise WeightError(f"its shape is {list(shape)}, expected {list(expected)}")
@@ -500,30 +454,3 @@ def _matrix(quantization: CheckpointQuantization, name: str, parts: Mapping[str,
         else:
             return _Matrix(shape, tuple(parts), method)
     raise WeightError(f"matrix {name!r}: {'; '.join(errors) or 'config.json says of no matrix that it is quantised'}")
-
-
-def _methods(quantization: CheckpointQuantization, parts: Mapping[str, Stored]) -> Sequence[Method]:
-    """How the checkpoint may store a matrix that has these tensors."""
-    methods: list[Method] = []
-    for scheme in quantization.schemes:
-        if quantization.method == "gptq":
-            methods.append(Gptq(scheme, quantization.zeros_minus_one))
-        elif quantization.method == "awq":
-            methods.append(Awq(scheme))
-        elif scheme.number == "fp8":
-            methods.append(Floats(scheme, "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"))
-        elif "weight" in parts:
-            methods.append(PlainIntegers(scheme))
-        else:
-            methods.append(PackedIntegers(scheme))
-    return methods
-
-
-def _expect_parts(quantization: CheckpointQuantization, method: Method, parts: Mapping[str, Stored]) -> None:
-    missing = [part for part in method.required if part not in parts]
-    extra = [part for part in parts if part not in (*method.required, *method.optional)]
-    if missing or extra:
-        wrong = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(extra)}"
-        raise WeightError(
-            f"the checkpoint {wrong}; a matrix of {quantization.name} is stored as {', '.join(method.required)}"
-        )

@@ -1,7 +1,7 @@
-"""SentencePiece models (Kudo & Richardson 2018) as tokenizers of the ``tokenizers`` library.
+"""Builds tokenizers of the ``tokenizers`` library: pre-tokenizers of BPE families, WordPiece, SentencePiece, Marian.
 
-A ``tokenizer.model`` is a protobuf message, ModelProto of
-https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto; the few fields needed are read here.
+SentencePiece (Kudo & Richardson 2018): a ``tokenizer.model`` is a protobuf message, ModelProto of
+https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto; only the fields needed are read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.core import files as json_values
 from octavo.core.errors import TokenizerError, UnsupportedModelError
 from octavo.core.files import MAX_TOKENIZER, read_bounded
 
-# How each family of byte-level BPE (Radford et al. 2019) cuts a text into the pieces in which it merges.
+# Pre-tokenizers of byte-level BPE (Radford et al. 2019): the pieces of a text within which tokens are merged
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -48,14 +48,14 @@ _BLOOM = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
 
 
 def _by_case(digits: str, ending: str = "") -> str:
-    """Words that also end where a capital follows a small letter; ``ending`` may stand after each."""
+    """Words that also end where a capital follows a small letter; ``ending`` may follow each word."""
     upper, lower, before = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[^\r\n\p{L}\p{N}]?"
     words = f"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
 
 def _characters(ranges: str) -> str:
-    """The inside of a character class from hexadecimal code points and ranges of them."""
+    """The inside of a character class, from hexadecimal code points and ranges."""
     return "".join("-".join(rf"\x{{{end}}}" for end in entry.split("-")) for entry in ranges.split())
 
 
@@ -75,21 +75,20 @@ _DEEPSEEK_MARKS = rf"\s?[!-/:-~{_characters('ff01-ff0f ff1a-ff5e 2018-201f 3000-
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """What a family does to a text before its merges."""
+    """The pre-tokenisation of a family: what happens to a text before its merges."""
 
-    #: Regular expressions: matches, and what is between them, are pieces; each cuts the pieces of the one before.
+    #: Regular expressions; matches and the text between them are pieces, which the next expression cuts further.
     cuts: tuple[str, ...] = (_GPT2,)
-    #: Whether characters are composed first (Unicode's NFC).
+    #: Whether texts are normalised first (Unicode's NFC).
     composed: bool = False
-    #: Whether a piece that is a token is taken as one even if merges do not lead to it.
+    #: Whether a piece that is a token stays whole even if merges do not lead to it.
     ignore_merges: bool = False
-    #: Whether a beginning token is added unless the checkpoint says otherwise.
     adds_bos: bool = False
-    #: As ``cuts``, applied to the characters that stand for the bytes.
+    #: As ``cuts``, for the characters that stand for bytes.
     byte_cuts: tuple[str, ...] = ()
 
     def attach(self, tokenizer: Tokenizer, *, prefix_space: bool = False) -> None:
-        """Sets normalizer, pre-tokenizer and decoder; ``prefix_space``: a text begins with a space if it has none."""
+        """Sets normalizer, pre-tokenizer and decoder; ``prefix_space``: a text without leading space gets one."""
         steps = [pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in self.cuts]
         bytes_of_pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         within = [pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in self.byte_cuts]
@@ -128,32 +127,22 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 
-# What tokenizers of several sources are put together from: merges, models and what stands around a text.
+# Vocabularies, merges and models
 
-#: Longest token in characters or bytes; finding the merges of a token takes time that grows with its square.
+#: Characters or bytes of the longest token; the search for its merges is quadratic.
 _LONGEST = 1024
-
-#: Largest id of a token: several times those of the largest vocabularies published.
+#: Several times the ids of the largest published vocabularies.
 MAX_ID = 2_000_000
 
 _Token = TypeVar("_Token", str, bytes)
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a tokenizer's file.
-
-    Raises:
-        TokenizerError: it cannot be read or is too large.
-    """
     return read_bounded(path, MAX_TOKENIZER, TokenizerError)
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a tokenizer's file, which end with a line feed, or a carriage return before it.
-
-    Raises:
-        TokenizerError: it cannot be read, is too large or not UTF-8.
-    """
+    """The lines of a UTF-8 file, which end with a line feed, or a carriage return before it."""
     try:
         lines = read_bytes(path).decode("utf-8").split("\n")
     except UnicodeDecodeError as e:
@@ -162,20 +151,12 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no file.
-
-    Raises:
-        TokenizerError: it cannot be read, is too large, or holds something else.
-    """
+    """The object in a JSON file; empty if there is no file."""
     return json_values.read_object(path, TokenizerError, MAX_TOKENIZER) if path.is_file() else {}
 
 
 def read_ids(path: Path) -> dict[str, int]:
-    """The ids of tokens in a vocab.json.
-
-    Raises:
-        TokenizerError: as for ``read_object``; or there are none, or some that are none.
-    """
+    """The token ids in a vocab.json."""
     ids = read_object(path)
     bad = next((t for t, i in ids.items() if not isinstance(i, int) or not 0 <= i <= MAX_ID), None)
     if bad is not None:
@@ -186,7 +167,7 @@ def read_ids(path: Path) -> dict[str, int]:
 
 
 def token_text(entry: object) -> str | None:
-    """The text of a token in a configuration: a text itself, or an object with ``content``."""
+    """The text of a token in a configuration: a string, or an object with ``content``."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
@@ -195,18 +176,10 @@ def token_text(entry: object) -> str | None:
 def merges_by_rank(
     source: Path, ranks: Mapping[_Token, float], ids: Mapping[_Token, int]
 ) -> list[tuple[_Token, _Token]]:
-    """All merges of two tokens into a third, in the order of the third's rank.
+    """All merges of two tokens into a third, in the order of the third's rank; ``ids`` decide between equals.
 
-    Encoders that merge the adjacent pair whose union ranks first (SentencePiece by score, tiktoken by id) do
-    the same as BPE with these merges, which takes the pair whose merge stands first.
-
-    Args:
-        source: the file, for errors.
-        ranks: the tokens that take part; the lowest merges first.
-        ids: the id of each of them, which decides between equals.
-
-    Raises:
-        TokenizerError: a token is longer than any real one.
+    Encoders that merge the adjacent pair whose union ranks first (SentencePiece by score, tiktoken by id) are
+    equivalent to BPE with these merges.
     """
     ranked = []
     for token, rank in ranks.items():
@@ -221,11 +194,6 @@ def merges_by_rank(
 
 
 def bpe(source: Path, ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> models.BPE:
-    """The library's model of byte pair encoding.
-
-    Raises:
-        TokenizerError: a merge is of tokens that there are not.
-    """
     try:
         return models.BPE(vocab=dict(ids), merges=list(merges), **options)
     except Exception as e:  # the library raises plain Exception
@@ -240,7 +208,6 @@ def byte_level_bpe(
     *,
     prefix_space: bool = False,
 ) -> Tokenizer:
-    """Byte-level BPE (Radford et al. 2019) of a family; ``prefix_space`` as for ``PreTokenizer.attach``."""
     tokenizer = Tokenizer(bpe(source, ids, merges, ignore_merges=family.ignore_merges))
     family.attach(tokenizer, prefix_space=prefix_space)
     return tokenizer
@@ -255,12 +222,9 @@ def word_piece(
     strip_accents: bool | None,
     splits_chinese: bool = True,
 ) -> Tokenizer:
-    """WordPiece (Devlin et al. 2019) of tokens with their ids in order.
+    """WordPiece (Devlin et al. 2019) of tokens in the order of their ids.
 
-    ``strip_accents``: None for as ``lowercase`` is. ``splits_chinese``: whether each of their characters is a word.
-
-    Raises:
-        TokenizerError: a token occurs twice.
+    ``strip_accents`` None: as ``lowercase``. ``splits_chinese``: each Chinese character is a word.
     """
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
@@ -284,7 +248,7 @@ def surround(
 ) -> None:
     """Sets the post-processor that puts these tokens around a text.
 
-    ``between``: those before the second text of a pair, by default as before the first. ``second``: its segment.
+    ``between``: the tokens before the second text of a pair, by default ``before``. ``second``: its segment.
     """
     single = [*before, "$A", *after]
     between = before if between is None else between
@@ -295,6 +259,8 @@ def surround(
     )
 
 
+# SentencePiece
+
 #: Types of pieces.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -304,40 +270,35 @@ _SPACE = "▁"
 
 @dataclass
 class SentencePieceModel:
-    """The pieces of a model and how a text is prepared for them."""
+    """The pieces of a model and the normalisation of texts."""
 
     source: Path
     pieces: list[str] = field(default_factory=list)
-    #: Log probabilities of a unigram model; for BPE the merge that makes the best piece comes first.
+    #: Log probabilities (unigram), or ranks of merges, the highest first (BPE).
     scores: list[float] = field(default_factory=list)
     types: list[int] = field(default_factory=list)
     unigram: bool = True
-    #: Ids of the special pieces; negative if there is none.
+    #: Negative: none.
     unk_id: int = 0
     bos_id: int = 1
     eos_id: int = 2
     pad_id: int = -1
-    #: Whether characters without a piece become a piece for each byte.
     byte_fallback: bool = False
     #: Whether a text begins with a space.
     prefix_space: bool = True
     #: Whether runs of spaces become one, and those around a text none.
     collapse_spaces: bool = True
-    #: The compiled rules that normalize characters, empty if there are none.
+    #: Compiled rules of character normalisation.
     charsmap: bytes = b""
 
     @property
     def named(self) -> dict[str, str]:
-        """The special pieces under the names that tokenizer_config.json has for them."""
+        """The special pieces by their names in tokenizer_config.json."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self.unk_id, "pad_token": self.pad_id}
         return {name: self.pieces[i] for name, i in ids.items() if 0 <= i < len(self.pieces)}
 
     def place(self, token_id: int, token: str, *, special: bool) -> None:
-        """Gives a token this id, also where the model has another piece there.
-
-        Raises:
-            TokenizerError: it would leave ids without a piece.
-        """
+        """Gives a token this id, in place of the model's piece if necessary."""
         if token_id > len(self.pieces):
             raise TokenizerError(
                 f"{self.source} has {len(self.pieces)} pieces, so the token {token!r} cannot have the id {token_id}"
@@ -351,16 +312,42 @@ class SentencePieceModel:
             self.pieces[token_id], self.types[token_id] = token, kind
 
     def build(self) -> Tokenizer:
-        """The tokenizer, with its special and user-defined tokens, but without those around a text.
-
-        Raises:
-            TokenizerError: the model contradicts itself.
-        """
+        """The tokenizer with special and user-defined tokens, but without those around a text."""
         if twice := next((p for p, count in Counter(self.pieces).items() if count > 1), None):
             raise TokenizerError(f"{self.source}: the token {twice!r} occurs twice")
-        tokenizer = Tokenizer(self._unigram() if self.unigram else self._bpe())
-        tokenizer.normalizer = normalizers.Sequence(list(self._normalizers()))
-        tokenizer.decoder = decoders.Sequence(list(self._decoders()))
+        model: models.Unigram | models.BPE
+        if self.unigram:
+            entries = list(zip(self.pieces, self.scores, strict=True))
+            try:
+                model = models.Unigram(entries, unk_id=self.unk_id, byte_fallback=self.byte_fallback)
+            except Exception as e:  # the library raises plain Exception
+                raise TokenizerError(f"{self.source} is no usable unigram model: {e}") from e
+        else:
+            ids = {piece: i for i, piece in enumerate(self.pieces)}
+            # Bytes, control and unknown pieces are never made by merging.
+            ranks = {p: -self.scores[i] for p, i in ids.items() if self.types[i] in (NORMAL, USER_DEFINED)}
+            options = {"unk_token": self.named.get("unk_token"), "byte_fallback": self.byte_fallback}
+            model = bpe(self.source, ids, merges_by_rank(self.source, ranks, ids), fuse_unk=True, **options)
+        tokenizer = Tokenizer(model)
+        normal: list[Any] = []
+        if self.charsmap:
+            try:
+                _check_charsmap(self.charsmap)
+                normal.append(normalizers.Precompiled(self.charsmap))
+            except Exception as e:  # the library raises plain Exception
+                raise TokenizerError(f"{self.source}: the rules that normalize characters are damaged: {e}") from e
+        if self.collapse_spaces:
+            normal += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip()]
+        if self.prefix_space:
+            normal.append(normalizers.Prepend(_SPACE))
+        tokenizer.normalizer = normalizers.Sequence([*normal, normalizers.Replace(" ", _SPACE)])
+        decoding: list[Any] = [decoders.Replace(_SPACE, " ")]
+        if self.byte_fallback:
+            decoding.append(decoders.ByteFallback())
+        decoding.append(decoders.Fuse())
+        if self.prefix_space:
+            decoding.append(decoders.Strip(content=" ", left=1, right=0))
+        tokenizer.decoder = decoders.Sequence(decoding)
         pairs = list(zip(self.pieces, self.types, strict=True))
         special = [AddedToken(p, special=True, normalized=False) for p, t in pairs if t in (CONTROL, UNKNOWN)]
         plain = [AddedToken(p, special=False, normalized=False) for p, t in pairs if t == USER_DEFINED]
@@ -368,52 +355,11 @@ class SentencePieceModel:
         tokenizer.add_tokens(plain)
         return tokenizer
 
-    def _unigram(self) -> models.Unigram:
-        try:
-            entries = list(zip(self.pieces, self.scores, strict=True))
-            return models.Unigram(entries, unk_id=self.unk_id, byte_fallback=self.byte_fallback)
-        except Exception as e:  # the library raises plain Exception
-            raise TokenizerError(f"{self.source} is no usable unigram model: {e}") from e
-
-    def _bpe(self) -> models.BPE:
-        ids = {piece: i for i, piece in enumerate(self.pieces)}
-        # Bytes, control and unknown pieces are never made by merging.
-        ranks = {p: -self.scores[i] for p, i in ids.items() if self.types[i] in (NORMAL, USER_DEFINED)}
-        merges = merges_by_rank(self.source, ranks, ids)
-        unknown = self.named.get("unk_token")
-        return bpe(self.source, ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=self.byte_fallback)
-
-    def _normalizers(self) -> Iterator[Any]:
-        if self.charsmap:
-            try:
-                _check_charsmap(self.charsmap)
-                yield normalizers.Precompiled(self.charsmap)
-            except Exception as e:  # the library raises plain Exception
-                raise TokenizerError(f"{self.source}: the rules that normalize characters are damaged: {e}") from e
-        if self.collapse_spaces:
-            yield normalizers.Replace(Regex(" {2,}"), " ")
-            yield normalizers.Strip()
-        if self.prefix_space:
-            yield normalizers.Prepend(_SPACE)
-        yield normalizers.Replace(" ", _SPACE)
-
-    def _decoders(self) -> Iterator[Any]:
-        yield decoders.Replace(_SPACE, " ")
-        if self.byte_fallback:
-            yield decoders.ByteFallback()
-        yield decoders.Fuse()
-        if self.prefix_space:
-            yield decoders.Strip(content=" ", left=1, right=0)
-
 
 def parse_sentencepiece(source: Path, data: bytes) -> SentencePieceModel:
-    """The model in the bytes of a ``tokenizer.model``.
+    """Parses a ``tokenizer.model``.
 
     User-defined pieces of spaces, which SentencePiece writes as ``▁▁``, are named by the spaces that they match.
-
-    Raises:
-        TokenizerError: it is damaged, or another kind of file.
-        UnsupportedModelError: its algorithm is neither BPE nor unigram.
     """
     model = SentencePieceModel(source)
     kind = _UNIGRAM
@@ -431,7 +377,8 @@ def parse_sentencepiece(source: Path, data: bytes) -> SentencePieceModel:
                 kind = trainer.get(3, _UNIGRAM)
                 model.byte_fallback = bool(trainer.get(35, False))
                 for name, at in (("unk_id", 40), ("bos_id", 41), ("eos_id", 42), ("pad_id", 43)):
-                    setattr(model, name, _signed(trainer.get(at, getattr(model, name))))
+                    value = trainer.get(at, getattr(model, name))
+                    setattr(model, name, value - (1 << 64) if value >> 63 == 1 else value)
             elif number == 3:
                 rules = dict(_fields(_bytes(value)))
                 model.charsmap = _bytes(rules.get(2, b""))
@@ -440,9 +387,7 @@ def parse_sentencepiece(source: Path, data: bytes) -> SentencePieceModel:
     except (ValueError, TypeError, IndexError, struct.error) as e:
         raise TokenizerError(f"{source} is no SentencePiece model, or a damaged one: {e}") from e
     if kind not in (_UNIGRAM, _BPE):
-        raise UnsupportedModelError(
-            f"{source}: SentencePiece models are read if they are BPE or unigram, not type {kind}"
-        )
+        raise UnsupportedModelError(f"{source}: SentencePiece models must be BPE or unigram, not type {kind}")
     if not all(model.pieces) or not model.pieces:
         raise TokenizerError(f"{source} is no SentencePiece model: it has no pieces, or an empty one")
     model.unigram = kind == _UNIGRAM
@@ -450,13 +395,10 @@ def parse_sentencepiece(source: Path, data: bytes) -> SentencePieceModel:
 
 
 def _check_charsmap(data: bytes) -> None:
-    """Whether no text leads out of the arrays of compiled rules, where the library would panic in a request.
+    """Refuses (ValueError) rules in which some text leads out of the arrays: the library would panic in a request.
 
     The rules are the length of a double-array trie (Aoe 1989; units as in darts-clone), the trie, whose leaves are
     positions among texts, and these texts.
-
-    Raises:
-        ValueError: some text would.
     """
     import numpy as np
 
@@ -485,7 +427,7 @@ def _check_charsmap(data: bytes) -> None:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of the fields of a protobuf message: int, or bytes for anything longer or of fixed size."""
+    """(number, value) of the fields of a protobuf message; values are int or bytes."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -519,43 +461,29 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             raise ValueError("a number is longer than 64 bits")
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
 def _bytes(value: Any) -> bytes:
     if not isinstance(value, bytes):
         raise ValueError("a number stands where a text or message was expected")
     return value
 
 
-# The tokenizer of a folder with source.spm, target.spm and vocab.json: Marian (Junczys-Dowmunt et al. 2018).
+# Marian (Junczys-Dowmunt et al. 2018): source.spm, target.spm and vocab.json
 
 _SPECIAL = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}
 _FILES = ("source.spm", "target.spm", "vocab.json")
 
 
 def has_marian_files(folder: Path) -> bool:
-    """Whether a folder has the files of such a tokenizer."""
     return all((folder / name).is_file() for name in _FILES)
 
 
 def build_marian(
     folder: Path, config: Mapping[str, Any], side: Literal["source", "target"]
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer of what the encoder reads (source), which puts the end token behind a text, or of what the decoder
-    reads and writes (target), which puts nothing around it; with it ``config``, completed with the special tokens.
+    """The tokenizer of the encoder's input (source), which appends the end token, or of the decoder (target), which
+    adds no tokens; and ``config`` completed with the special tokens.
 
     A piece that vocab.json lacks is unknown. Names of languages (``>>fra<<``) are tokens.
-
-    Args:
-        folder: has the files.
-        config: the content of tokenizer_config.json and special_tokens_map.json.
-        side: which.
-
-    Raises:
-        TokenizerError: a file is damaged, or vocab.json lacks a special token.
-        UnsupportedModelError: encoder and decoder have vocabularies of their own.
     """
     if config.get("separate_vocabs"):
         raise UnsupportedModelError(f"{folder}: separate_vocabs=true is not supported: one vocab.json must serve both")
@@ -563,12 +491,7 @@ def build_marian(
     named = {name: token_text(config.get(name)) or default for name, default in _SPECIAL.items()}
     if missing := [token for token in named.values() if token not in ids]:
         raise TokenizerError(f"{folder / 'vocab.json'} has no token {missing[0]!r}")
-    tokenizer = _tokenizer(folder / f"{side}.spm", ids, named)
-    surround(tokenizer, [], [named["eos_token"]] if side == "source" else [])
-    return tokenizer, {**named, **{key: value for key, value in config.items() if value is not None}}
-
-
-def _tokenizer(file: Path, ids: Mapping[str, int], named: Mapping[str, str]) -> Tokenizer:
+    file = folder / f"{side}.spm"
     pieces = parse_sentencepiece(file, read_bytes(file)).build()
     tokenizer = Tokenizer(models.WordLevel(dict(ids), unk_token=named["unk_token"]))
     tokenizer.normalizer = pieces.normalizer
@@ -579,17 +502,17 @@ def _tokenizer(file: Path, ids: Mapping[str, int], named: Mapping[str, str]) -> 
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named.values()])
     languages = [token for token in ids if token.startswith(">>") and token.endswith("<<")]
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in languages])
-    return tokenizer
+    surround(tokenizer, [], [named["eos_token"]] if side == "source" else [])
+    return tokenizer, {**named, **{key: value for key, value in config.items() if value is not None}}
 
 
 class _Pieces:
-    """Cuts a text where a model of pieces does, so that another model may say their ids."""
+    """Cuts a text into the pieces of one model, for the ids of another."""
 
     def __init__(self, model: Any) -> None:
         self._tokenizer = Tokenizer(model)
 
     def pre_tokenize(self, text: PreTokenizedString) -> None:
-        """What the library calls."""
         text.split(self._split)
 
     def _split(self, _: int, text: NormalizedString) -> list[NormalizedString]:
@@ -597,12 +520,9 @@ class _Pieces:
         return [piece for start, end in offsets if (piece := text[start:end]) is not None]
 
 
-# The alphabet in which byte-level BPE writes bytes.
-
-
 @functools.cache
 def byte_alphabet() -> dict[str, int]:
-    """The character that byte-level BPE (Radford et al. 2019) writes for each byte: itself, or 256 + n if invisible."""
+    """The character for each byte in byte-level BPE (Radford et al. 2019): itself, or 256 + n if invisible."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)

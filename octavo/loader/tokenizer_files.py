@@ -1,4 +1,4 @@
-"""The tokenizer of a folder without tokenizer.json, from the files that its family was published with."""
+"""Loads the tokenizer of a model folder: ``load_backend`` reads tokenizer.json, or builds it from a family's files."""
 
 from __future__ import annotations
 
@@ -35,22 +35,102 @@ from octavo.loader.sentencepiece import (
     word_piece,
 )
 
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The tokenizer of a folder, with the content of tokenizer_config.json and special_tokens_map.json.
+
+    Read from tokenizer.json, else from the files of the model's family.
+
+    Raises:
+        TokenizerError: there is none, or a file cannot be understood.
+        UnsupportedModelError: there is no tokenizer.json, and the family of the other files is not supported.
+    """
+    path, config = folder / "tokenizer.json", _read_config(folder)
+    if path.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as e:  # the library raises plain Exception
+            raise TokenizerError(f"{path} cannot be read: {e}") from e
+    elif has_marian_files(folder):
+        backend, config = build_marian(folder, config, "target")
+    elif (vocabulary := folder / "vocab.txt").is_file():
+        backend, config = build_word_piece(vocabulary, config)
+    elif tokenizer_files(folder):
+        backend, config = build_tokenizer(folder, config)
+    else:
+        there = sorted(p.name for p in folder.glob("*token*")) if folder.is_dir() else []
+        others = f"there is {', '.join(there)}" if there else "and no other tokenizer"
+        raise TokenizerError(
+            f"{folder} has no tokenizer.json ({others}), nor vocab.json with merges.txt, vocab.txt, "
+            "tokenizer.model, spiece.model, *.tiktoken, or source.spm and target.spm with vocab.json; "
+            "transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder); "
+            "measurements with load_format='dummy' need none"
+        )
+    complete_backend(backend, config)
+    return backend, config
+
+
+def load_source_backend(folder: Path) -> tokenizers.Tokenizer | None:
+    """The tokenizer of the encoder's input, if it is not the decoder's."""
+    if (folder / "tokenizer.json").is_file() or not has_marian_files(folder):
+        return None
+    backend, config = build_marian(folder, _read_config(folder), "source")
+    complete_backend(backend, config)
+    return backend
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether ``load_backend`` has files to read in a folder."""
+    single = (folder / name for name in ("tokenizer.json", "vocab.txt"))
+    return any(path.is_file() for path in single) or has_marian_files(folder) or bool(tokenizer_files(folder))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, completed by special_tokens_map.json."""
+    config = read_object(folder / "tokenizer_config.json")
+    for name, value in read_object(folder / "special_tokens_map.json").items():
+        config.setdefault(name, value)
+    return config
+
+
+def complete_backend(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Makes the special tokens of ``config`` special in the tokenizer, with unchanged ids; turns off truncation."""
+    backend.no_truncation()
+    backend.no_padding()
+    special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+    texts = list(named_tokens(config).values())
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        extra = config.get(name)
+        entries = extra if isinstance(extra, list) else list(extra.values()) if isinstance(extra, dict) else []
+        texts += [text for entry in entries if (text := token_text(entry)) is not None]
+    for text in dict.fromkeys(texts):
+        if text not in special:
+            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+
+
+def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the special tokens under the names that templates use, such as ``bos_token``."""
+    return {name: text for name in _NAMED if (text := token_text(config.get(name))) is not None}
+
+
 _END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
 class _Family:
-    """What the files of a family leave to the class that reads them in transformers."""
+    """What the tokenizer files of a family leave to its class in transformers."""
 
-    #: How text is cut for vocab.json with merges.txt, a name in ``PRE_TOKENIZERS``; None if there are no such files.
+    #: Of ``PRE_TOKENIZERS``, for vocab.json with merges.txt; None: the family has no such files.
     pre: str | None = None
     #: The same for a file of ranks.
     ranked_pre: str | None = None
-    #: Its special tokens where no file names them.
+    #: Special tokens that no file names.
     tokens: Mapping[str, str] = field(default_factory=dict)
     adds_bos: bool = False
     adds_eos: bool = False
-    #: Whether the texts of a pair have two end tokens between them, and one segment.
+    #: Whether a pair of texts has two end tokens in the middle, and one segment.
     doubles_end: bool = False
 
 
@@ -60,7 +140,6 @@ _STARCODER = _Family("starcoder", None, _GPT2.tokens)
 _OPT = _Family("gpt-2", None, dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>"), adds_bos=True)
 _QWEN2 = _Family("qwen2", "qwen2", dict.fromkeys(("eos_token", "pad_token"), _END))
 _COHERE = _Family("command-r", None, {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>"})
-#: SentencePiece, whose file says itself how text is cut, or the ranks of Llama 3.
 _ROBERTA = _Family(
     "gpt-2",
     None,
@@ -70,6 +149,7 @@ _ROBERTA = _Family(
     adds_eos=True,
     doubles_end=True,
 )
+#: SentencePiece, or the ranks of Llama 3.
 _LLAMA = _Family(None, "llama-bpe", adds_bos=True)
 _T5 = _Family(adds_eos=True)
 _PEGASUS = _Family(adds_eos=True)
@@ -88,7 +168,7 @@ _CLASSES = {
     "T5Tokenizer": _T5,
     "PegasusTokenizer": _PEGASUS,
 }
-#: By ``model_type`` of config.json, where no class is given, or GPT-2's, which several families use.
+#: By ``model_type`` of config.json, if tokenizer_config.json names no class, or GPT-2's, which several families use.
 _MODEL_TYPES = {
     **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "codegen", "phi"), _GPT2),
     **dict.fromkeys(("gpt_neox", "olmo", "olmoe", "mpt"), _NEOX),
@@ -104,7 +184,7 @@ _MODEL_TYPES = {
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files that ``build_tokenizer`` reads the vocabulary from; empty if the folder has none."""
+    """The vocabulary files for ``build_tokenizer``; empty if the folder has none."""
     pair = [folder / "vocab.json", folder / "merges.txt"]
     if all(path.is_file() for path in pair):
         return pair
@@ -113,19 +193,11 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def build_tokenizer(folder: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer of a folder, and ``config`` completed with the special tokens that it does not name.
+    """The tokenizer of a folder, and ``config`` completed with the special tokens of the family.
 
-    Read are ``vocab.json`` with ``merges.txt`` (byte-level BPE), ``tokenizer.model`` (SentencePiece, or tiktoken's
-    lines of a token in base64 and its rank), ``spiece.model``, ``*.tiktoken``, and ``added_tokens.json``. How text is
-    cut and which tokens stand around it is decided by ``tokenizer_class``, else by ``model_type`` of config.json.
-
-    Args:
-        folder: has ``tokenizer_files``.
-        config: the content of tokenizer_config.json and special_tokens_map.json.
-
-    Raises:
-        TokenizerError: a file is too large, damaged or contradicts another.
-        UnsupportedModelError: neither class nor model type is known, or the family comes in other files.
+    Reads ``vocab.json`` with ``merges.txt`` (byte-level BPE), ``tokenizer.model`` (SentencePiece, or tiktoken's lines
+    of a token in base64 and its rank), ``spiece.model``, ``*.tiktoken``, and ``added_tokens.json``.
+    ``tokenizer_class``, else ``model_type`` of config.json, decides how text is cut and which tokens surround it.
     """
     name, family = _family(folder, config)
     vocabulary = _vocabulary(tokenizer_files(folder), name, family, config)
@@ -138,15 +210,23 @@ def build_tokenizer(folder: Path, config: Mapping[str, Any]) -> tuple[Tokenizer,
         _place_sentinels(vocabulary, config)
     tokenizer = vocabulary.build()
     tokenizer.add_tokens(list(added.values()))
-    known = {**family.tokens, **vocabulary.named}
-    named = {key: token for key, token in known.items() if tokenizer.token_to_id(token) is not None}
+    special = {**family.tokens, **vocabulary.named}
+    named = {key: token for key, token in special.items() if tokenizer.token_to_id(token) is not None}
     complete = named | {key: value for key, value in config.items() if value is not None}
-    _surround(tokenizer, family, complete)
+    around = []
+    for side, default in (("bos", family.adds_bos), ("eos", family.adds_eos)):
+        text = token_text(complete.get(f"{side}_token"))
+        is_added = complete.get(f"add_{side}_token", default) and text and tokenizer.token_to_id(text) is not None
+        around.append([str(text)] if is_added else [])
+    if family.doubles_end:
+        surround(tokenizer, *around, between=around[1], second=0)
+    else:
+        surround(tokenizer, *around)
     return tokenizer, complete
 
 
 def _family(folder: Path, config: Mapping[str, Any]) -> tuple[str, _Family]:
-    """What decided it, and the entry of the tables."""
+    """The family and the name that decided it."""
     model_type = read_object(folder / "config.json").get("model_type")
     name = str(config.get("tokenizer_class", "")).removesuffix("Fast")
     family, of_type = _CLASSES.get(name), _MODEL_TYPES.get(str(model_type))
@@ -163,8 +243,6 @@ def _family(folder: Path, config: Mapping[str, Any]) -> tuple[str, _Family]:
 
 @dataclass
 class _ByteLevel:
-    """A vocabulary of byte-level BPE."""
-
     source: Path
     ids: dict[str, int]
     merges: Sequence[tuple[str, str]]
@@ -177,7 +255,7 @@ class _ByteLevel:
         return {token_id: token for token, token_id in self.ids.items()}
 
     def place(self, token_id: int, token: str, *, special: bool) -> None:
-        """Gives a token this id, also where the vocabulary has another one there."""
+        """Gives a token this id, in place of the vocabulary's token if necessary."""
         if self.ids.get(token, token_id) != token_id:
             raise TokenizerError(f"{self.source}: the token {token!r} has the id {self.ids[token]}, not {token_id}")
         taken = self._tokens.get(token_id, token)
@@ -187,7 +265,6 @@ class _ByteLevel:
         self._tokens[token_id] = token
 
     def build(self) -> Tokenizer:
-        """The tokenizer, without added tokens."""
         return byte_level_bpe(self.source, self.ids, self.merges, self.pre, prefix_space=self.prefix_space)
 
 
@@ -197,8 +274,17 @@ def _vocabulary(
     source = files[0]
     space = config.get("add_prefix_space")
     if len(files) == 2:
-        pre = _pre_tokenizer(source, name, family.pre)
-        return _ByteLevel(source, read_ids(source), _merges(files[1]), pre, space is True)
+        pre, ids, merges = _pre_tokenizer(source, name, family.pre), read_ids(source), []
+        for number, line in enumerate(read_lines(files[1]), 1):
+            if not line or line.startswith("#version"):
+                continue
+            left, _, right = line.partition(" ")
+            if not left or not right or " " in right:
+                raise TokenizerError(
+                    f"{files[1]}: line {number} is not two tokens with a space between them: {line[:80]!r}"
+                )
+            merges.append((left, right))
+        return _ByteLevel(source, ids, merges, pre, space is True)
     data = read_bytes(source)
     if _RANK.match(data):
         pre = replace(_pre_tokenizer(source, name, family.ranked_pre), ignore_merges=True)
@@ -218,18 +304,6 @@ def _pre_tokenizer(source: Path, name: str, pre: str | None) -> PreTokenizer:
             "name its tokenizer_class in tokenizer_config.json, such as GPT2Tokenizer"
         )
     return PRE_TOKENIZERS[pre]
-
-
-def _merges(path: Path) -> list[tuple[str, str]]:
-    merges = []
-    for number, line in enumerate(read_lines(path), 1):
-        if not line or line.startswith("#version"):
-            continue
-        left, _, right = line.partition(" ")
-        if not left or not right or " " in right:
-            raise TokenizerError(f"{path}: line {number} is not two tokens with a space between them: {line[:80]!r}")
-        merges.append((left, right))
-    return merges
 
 
 #: A line of tiktoken's files: the bytes of a token in base64, and its rank, which is its id.
@@ -265,10 +339,10 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedTok
     added: dict[int, AddedToken] = {}
     for token, token_id in read_object(folder / "added_tokens.json").items():
         added[_id(folder, token_id)] = AddedToken(token, special=token in special, normalized=False)
-    given = config.get("added_tokens_decoder", {})
-    if not isinstance(given, dict):
-        raise TokenizerError(f"{folder}: added_tokens_decoder must be an object, not {type(given).__name__}")
-    for token_id, entry in given.items():
+    entries = config.get("added_tokens_decoder", {})
+    if not isinstance(entries, dict):
+        raise TokenizerError(f"{folder}: added_tokens_decoder must be an object, not {type(entries).__name__}")
+    for token_id, entry in entries.items():
         text = token_text(entry)
         if not text:
             raise TokenizerError(f"{folder}: added_tokens_decoder has no text for the id {token_id}")
@@ -286,7 +360,7 @@ def _id(folder: Path, value: object) -> int:
 
 
 def _place_sentinels(model: SentencePieceModel, config: Mapping[str, Any]) -> None:
-    """T5's ``<extra_id_N>``, which stand behind the pieces, the highest number first, and are in no file."""
+    """Adds T5's ``<extra_id_N>``, which are in no file, after the pieces; the highest number comes first."""
     count = config.get("extra_ids", 100)
     if not isinstance(count, int) or not 0 <= count <= 1000:
         raise TokenizerError(f"{model.source}: extra_ids must be a number up to 1000, not {count!r}")
@@ -296,7 +370,7 @@ def _place_sentinels(model: SentencePieceModel, config: Mapping[str, Any]) -> No
 
 
 def _place_masks(model: SentencePieceModel) -> None:
-    """Pegasus's special tokens, which are in no file: they stand behind the end token, before the other pieces."""
+    """Adds Pegasus's special tokens, which are in no file, after the end token and before the other pieces."""
     if (model.pad_id, model.eos_id, model.unk_id) != (0, 1, 2):
         raise TokenizerError(f"{model.source}: pieces 0, 1 and 2 of Pegasus are <pad>, </s> and <unk>")
     masks = ["<mask_1>", "<mask_2>", *(f"<unk_{number}>" for number in range(2, 103))]
@@ -306,46 +380,13 @@ def _place_masks(model: SentencePieceModel) -> None:
     model.unk_id += len(masks)
 
 
-def _surround(tokenizer: Tokenizer, family: _Family, config: Mapping[str, Any]) -> None:
-    """The beginning and end tokens that class and configuration ask for, if they are tokens."""
-    around = []
-    for name, default in (("bos", family.adds_bos), ("eos", family.adds_eos)):
-        token = token_text(config.get(f"{name}_token"))
-        wanted = config.get(f"add_{name}_token", default) and token and tokenizer.token_to_id(token) is not None
-        around.append([str(token)] if wanted else [])
-    if family.doubles_end:
-        surround(tokenizer, *around, between=around[1], second=0)
-    else:
-        surround(tokenizer, *around)
+# WordPiece: vocab.txt of BERT and its relatives
 
-
-# The tokenizer of a folder with vocab.txt: WordPiece, as BERT and its relatives were published.
-
-_SPECIAL = {
-    "unk_token": "[UNK]",
-    "sep_token": "[SEP]",
-    "pad_token": "[PAD]",
-    "cls_token": "[CLS]",
-    "mask_token": "[MASK]",
-}
-
-
-def word_piece_file(folder: Path) -> Path | None:
-    """The vocabulary, if the folder has one."""
-    file = folder / "vocab.txt"
-    return file if file.is_file() else None
+_SPECIAL = {f"{name.lower()}_token": f"[{name}]" for name in ("UNK", "SEP", "PAD", "CLS", "MASK")}
 
 
 def build_word_piece(file: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer of a vocabulary with a token a line, and ``config`` with the special tokens that it does not name.
-
-    Args:
-        file: vocab.txt.
-        config: the content of tokenizer_config.json and special_tokens_map.json.
-
-    Raises:
-        TokenizerError: it is damaged, or lacks a special token.
-    """
+    """The tokenizer of a vocab.txt, and ``config`` completed with the special tokens."""
     tokens = read_lines(file)
     named = {name: token_text(config.get(name)) or default for name, default in _SPECIAL.items()}
     needed = (named[name] for name in ("unk_token", "sep_token", "cls_token"))
@@ -364,93 +405,3 @@ def build_word_piece(file: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, 
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in kept])
     surround(tokenizer, [named["cls_token"]], [named["sep_token"]], between=[])
     return tokenizer, {**named, **{key: value for key, value in config.items() if value is not None}}
-
-
-# The tokenizer of a folder as the library ``tokenizers`` has it, with its special tokens.
-
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-def load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """The tokenizer of a folder: tokenizer.json, else what ``build_tokenizer`` makes of the files of its family.
-
-    Returns:
-        With it, the content of tokenizer_config.json and special_tokens_map.json.
-
-    Raises:
-        TokenizerError: there is none, or a file cannot be understood.
-        UnsupportedModelError: there is no tokenizer.json, and the family of the other files is not known.
-    """
-    path, config = folder / "tokenizer.json", _read_config(folder)
-    if path.is_file():
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises plain Exception
-            raise TokenizerError(f"{path} cannot be read: {e}") from e
-    elif has_marian_files(folder):
-        backend, config = build_marian(folder, config, "target")
-    elif (vocabulary := word_piece_file(folder)) is not None:
-        backend, config = build_word_piece(vocabulary, config)
-    elif tokenizer_files(folder):
-        backend, config = build_tokenizer(folder, config)
-    else:
-        there = sorted(p.name for p in folder.glob("*token*")) if folder.is_dir() else []
-        found = f"there is {', '.join(there)}" if there else "and no other tokenizer"
-        raise TokenizerError(
-            f"{folder} has no tokenizer.json ({found}), nor vocab.json with merges.txt, vocab.txt, "
-            "tokenizer.model, spiece.model, *.tiktoken, or source.spm and target.spm with vocab.json; "
-            "transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder); "
-            "measurements with load_format='dummy' need none"
-        )
-    complete_backend(backend, config)
-    return backend, config
-
-
-def load_source_backend(folder: Path) -> tokenizers.Tokenizer | None:
-    """The tokenizer of what an encoder reads, where that is not the one of what the decoder writes.
-
-    Raises:
-        TokenizerError, UnsupportedModelError: as for ``load_backend``.
-    """
-    if (folder / "tokenizer.json").is_file() or not has_marian_files(folder):
-        return None
-    backend, config = build_marian(folder, _read_config(folder), "source")
-    complete_backend(backend, config)
-    return backend
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether ``load_backend`` finds files to read in a folder."""
-    files = has_marian_files(folder) or word_piece_file(folder) or tokenizer_files(folder)
-    return (folder / "tokenizer.json").is_file() or bool(files)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, and what special_tokens_map.json has beside it."""
-    config = read_object(folder / "tokenizer_config.json")
-    for name, value in read_object(folder / "special_tokens_map.json").items():
-        config.setdefault(name, value)
-    return config
-
-
-def complete_backend(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Makes special what ``config`` names so and the tokenizer does not; ids stay as they are. Texts are not cut."""
-    backend.no_truncation()
-    backend.no_padding()
-    special = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
-    for text in dict.fromkeys([*named_tokens(config).values(), *_extra_tokens(config)]):
-        if text not in special:
-            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
-
-
-def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of the special tokens under the names that templates use, such as ``bos_token``."""
-    return {name: text for name in _NAMED if (text := token_text(config.get(name))) is not None}
-
-
-def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
-    entries: list[Any] = []
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        given = config.get(name)
-        entries += given if isinstance(given, list) else list(given.values()) if isinstance(given, dict) else []
-    return [text for entry in entries if (text := token_text(entry)) is not None]

@@ -1,7 +1,7 @@
-"""Streams the tensors of a checkpoint of safetensors, or of CTranslate2, into a network, one at a time.
+"""The model loader (get_model in vLLM): weights of safetensors, CTranslate2 or GGUF files, or random ones.
 
-Files are memory-mapped, and remapped every few MB: the pages of a mapping count as the process's memory until it is
-dropped, which it is when the layers have packed its tensors.
+Tensors are loaded one by one. Files are memory-mapped, and remapped every few MB: the pages of a mapping count as the
+process's memory until the layers have packed its tensors and it is dropped.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,13 +29,13 @@ from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
 from octavo.core.garbage import return_freed_memory
 from octavo.core.model_config import ModelConfig
 from octavo.core.outputs import DenseConfig
-from octavo.kernels.weight_rows import GGUFRows, QuantizedRows
+from octavo.kernels.weight_rows import GGUFRows, QuantizedRows, dequantize
 from octavo.layers.layer import Layer, LayerContext
 from octavo.loader.ctranslate2 import whisper_tensors
 from octavo.loader.files import MODEL_NAME, is_ctranslate2, split_paths
 from octavo.loader.quantized import with_unpacking
 from octavo.loader.resolve import gguf_source
-from octavo.models.checkpoint import CheckpointEntry, Drop, Pairs, Rename, Shapes, ZerosFor, without_values
+from octavo.models.checkpoint import CheckpointEntry, Drop, Pairs, Rename, Shapes, Tensor, ZerosFor, without_values
 from octavo.models.config_files import ConfigReader, read_json, read_model_config
 from octavo.models.eagle import EagleConfig, EagleHead, EagleMethod, fit_to, read_eagle_config
 from octavo.models.network import Network, build_rank_without_weights, build_without_weights
@@ -45,22 +45,126 @@ from octavo.process.startup import GIB, LOADING
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _FLOATS = ("float32", "bfloat16", "float16")
-#: Largest index that is read, in bytes.
 _MAX_INDEX_BYTES = 64 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 #: A file is remapped after this many bytes.
 _MAPPED_BYTES = 16 << 20
+#: Bytes of a piece in checks of values.
+_PIECE = 8 << 20
+_BAR_DELAY = 1.0  # seconds
+#: Draft ids to tokens of an EAGLE-3 head: the token of draft id i is i + d2t[i].
+_TOKENS = "d2t"
+logger = logging.getLogger("octavo")
 
 
-def load_weights(
-    network: Layer, tensors: Iterable[tuple[str, np.ndarray | QuantizedRows]], other_stages: Container[str] = ()
-) -> None:
-    """Loads all weights of a network from (name, whole tensor) pairs.
+def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: Path | None = None) -> Network:
+    """Builds the network of ``config`` and loads this rank's share of the weights in ``folder``, or in ``gguf``.
 
-    Args:
-        network: a network without loaded weights.
-        tensors: in any order, each name once, under the names that the layers expect.
-        other_stages: names of tensors that other pipeline stages expect; skipped if no layer here expects them.
+    Weights are converted to ``context.dtype``, and matrices quantised by ``context.quantization``. They keep their bits
+    where that is "gguf", or the name of ``config.quantization`` and the kernels compute with such bits. Tables of
+    positions have ``context.positions`` rows, by default ``config.max_position``.
+
+    Raises:
+        UnsupportedModelError: there is no network for the architecture, or the GGUF file is for another network.
+        ConfigError: the configuration contradicts itself or the tensor-parallel size; or quantization is "gguf" and
+            there is no such file.
+        WeightError: the checkpoint is incomplete, damaged or does not fit the configuration.
+    """
+    before: list[CheckpointEntry] = []
+    if gguf is None and context.quantization != "gguf":
+        config, before = with_stored_head(config, folder)
+    network = make_network(config, context)
+    whole = network if context.layers is None else build_rank_without_weights(config, replace(context, layers=None))
+    shapes = whole.tensor_shapes()
+    entries = [*before, *network.entries()]
+    tensors: Generator[tuple[str, Tensor]]
+    if gguf is not None:
+        from octavo.loader.gguf_file import GGUFCheckpoint
+
+        # A folder of such a model is said to be bfloat16, as values of some exceed float16.
+        stored = DType.FLOAT32 if context.dtype is DType.FLOAT32 else DType.BFLOAT16
+        dtype = None if context.quantization == "gguf" else stored
+        names = {name for name, _, _ in network.tensors()}
+        tensors = GGUFCheckpoint(gguf, config, shapes).read(names, entries, dtype)
+        size = sum(part.stat().st_size for part in split_paths(gguf))
+    elif context.quantization == "gguf":
+        raise ConfigError(f"quantization='gguf' needs a model in a GGUF file; {folder} was not made from one")
+    else:
+        if config.quantization is not None:
+            own = context.quantization == config.quantization.name
+
+            def keep(rows: QuantizedRows) -> bool:
+                return own and context.kernels.has_products(rows)
+
+            headers = read_headers(folder)
+            entries = with_unpacking(entries, config.quantization, headers, shapes, context.dtype, keep)
+        refuse_misfits(folder, config, entries, shapes)
+        tensors = read_safetensors(folder)
+        size = sum(file.stat().st_size for file in _files(folder))
+    with closing(tensors):
+        pairs: Pairs = _with_progress(tensors, size, context)
+        for entry in entries:
+            pairs = entry.apply(pairs, shapes)
+        load_weights(network, pairs, shapes)
+    return network
+
+
+def _with_progress(tensors: Pairs, size: int, context: LayerContext) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors; the first rank shows a progress bar on a terminal, and logs lines elsewhere.
+
+    The log's lines are the status of a server that starts. Nothing is shown in the first second.
+    """
+    if context.tp_rank or (context.layers is not None and context.layers.start):
+        yield from tensors
+        return
+    from tqdm import tqdm
+
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "delay": _BAR_DELAY, "leave": False}
+    is_shown = sys.stderr.isatty()
+    read, reported, begun = 0, 0, time.monotonic()
+    with tqdm(total=size, desc=LOADING, disable=not is_shown, **options) as bar:
+        for name, tensor in tensors:
+            yield name, tensor
+            values = tensor.rows if isinstance(tensor, GGUFRows) else tensor
+            read = min(read + getattr(values, "nbytes", 0), size)  # values of a GGUF file are wider in memory
+            bar.update(read - bar.n)
+            if not is_shown and read >= reported + size / 10 and time.monotonic() > begun + _BAR_DELAY:
+                reported = read
+                logger.info("%s: %.0f %% of %.2f GiB", LOADING, 100 * read / size, size / GIB)
+
+
+def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:
+    """The network of ``config`` with random weights (see ``dummy_weights``), quantised by ``context.quantization``."""
+    if context.quantization == "gguf":
+        raise ConfigError("quantization='gguf' computes with a GGUF file's own bits; load_format='dummy' has no file")
+    network = make_network(config, context)
+    load_weights(network, dummy_weights(network, context.dtype, seed))
+    return network
+
+
+def dummy_weights(network: Layer, dtype: DType, seed: int = 0) -> Iterator[tuple[str, np.ndarray]]:
+    """A random (name, tensor) of ``dtype`` for each tensor that ``network`` expects.
+
+    A matrix is uniform around 0 with variance 1 / inputs, which preserves the magnitude of activations: they stay
+    finite, and logits are about normal, as in a trained network. Norms are 1, biases 0. Each tensor depends only on
+    ``seed``, its name and its shape.
+    """
+    expected = [(name, layer.expected[shard]) for name, layer, shard in network.tensors()]
+    for name, shape in expected:
+        if len(shape) == 1:
+            yield name, np.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype.numpy)
+            continue
+        generator = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
+        values = generator.random(shape, np.float32)
+        values -= np.float32(0.5)
+        values *= np.float32(2 * math.sqrt(3.0 / shape[-1]))
+        yield name, rounded(values, dtype)
+
+
+def load_weights(network: Layer, tensors: Pairs, other_stages: Container[str] = ()) -> None:
+    """Loads all weights of a network from (name, whole tensor) pairs, in any order.
+
+    Tensors in ``other_stages`` (of other pipeline stages) are skipped if no layer here expects them.
 
     Raises:
         WeightError: a tensor is missing, unexpected, duplicate, or of the wrong shape or type; the message names it.
@@ -83,17 +187,8 @@ def load_weights(
         raise missing_tensors(missing)
 
 
-def tensor_problem(
-    name: str, tensor: np.ndarray | QuantizedRows, shapes: Mapping[str, tuple[int, ...]], seen: Container[str]
-) -> str | None:
-    """Why a tensor cannot be loaded; None if nothing speaks against it.
-
-    Args:
-        name: of the tensor.
-        tensor: whole.
-        shapes: of the tensors that the network expects.
-        seen: names of the tensors before it.
-    """
+def tensor_problem(name: str, tensor: Tensor, shapes: Shapes, seen: Container[str]) -> str | None:
+    """The reason why a tensor cannot be loaded, or None; ``seen`` are the names of earlier tensors."""
     if name not in shapes:
         return "belongs to no layer of this network; is config.json of this checkpoint?"
     if name in seen:
@@ -106,52 +201,38 @@ def tensor_problem(
 
 
 def missing_tensors(names: Sequence[str]) -> WeightError:
-    """The error for tensors that the checkpoint does not have."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return WeightError(f"the checkpoint lacks the tensors {', '.join(names[:3])}{more}")
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """All tensors that ``read_safetensors`` gives, by name, without their values.
-
-    Raises:
-        WeightError: as ``read_safetensors``, or a tensor is in two files.
-    """
-    found: dict[str, Stored] = {}
+    """All tensors of ``read_safetensors`` by name, without their values."""
+    headers: dict[str, Stored] = {}
     for file, expected in _files(folder).items():
-        try:
+        with _errors_of(file):
             tensors = _stored(file, expected)
-        except (SafetensorError, OSError) as e:
-            raise _unreadable(file, e) from None
-        if twice := found.keys() & tensors.keys():
+        if twice := headers.keys() & tensors.keys():
             raise WeightError(f"tensor {min(twice)!r} occurs twice")
-        found |= tensors
-    return found
+        headers |= tensors
+    return headers
 
 
 def read_safetensors(folder: Path) -> Generator[tuple[str, np.ndarray]]:
     """The (name, tensor) pairs of model.safetensors, or of the files that model.safetensors.index.json names.
 
-    Where there are none, those of CTranslate2's model.bin under the names of transformers.
-
-    A tensor is a view of the mapped file, which stays mapped as long as one of its tensors is held.
+    Without these, those of CTranslate2's model.bin under the names of transformers. A tensor is a view of the mapped
+    file, which stays mapped while one of its tensors is held.
 
     Raises:
-        WeightError: a file is missing, truncated or no safetensors file, or lacks a tensor that the index says it has.
+        WeightError: a file is missing, truncated or no safetensors file, or lacks a tensor of the index.
     """
     for file, expected in _files(folder).items():
-        try:
+        with _errors_of(file):
             yield from _tensors(file, _stored(file, expected))
-        except (SafetensorError, OSError) as e:
-            raise _unreadable(file, e) from None
 
 
 def _stored(file: Path, expected: set[str]) -> dict[str, Stored]:
-    """The tensors in a file, in their order there.
-
-    Raises:
-        WeightError: one of ``expected`` is not among them.
-    """
+    """The tensors in a file, in their order there; must include ``expected``."""
     if file.name == MODEL_NAME:
         return whisper_tensors(file)
     with safe_open(file, framework="np"):  # checks that sizes and offsets fit each other and the file
@@ -162,17 +243,21 @@ def _stored(file: Path, expected: set[str]) -> dict[str, Stored]:
     header.pop("__metadata__", None)
     if absent := expected.difference(header):
         raise WeightError(f"{file} lacks the tensor {min(absent)!r} that {INDEX_FILE} says it holds")
-    found = {
+    stored = {
         name: Stored(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
     }
-    return dict(sorted(found.items(), key=lambda item: item[1].offset))
+    return dict(sorted(stored.items(), key=lambda item: item[1].offset))
 
 
-def _unreadable(file: Path, error: Exception) -> WeightError:
-    if isinstance(error, SafetensorError):
-        return WeightError(f"{file} is truncated or no safetensors file: {error}")
-    return WeightError(f"{file} cannot be read: {error}")
+@contextmanager
+def _errors_of(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as e:
+        raise WeightError(f"{file} is truncated or no safetensors file: {e}") from None
+    except OSError as e:
+        raise WeightError(f"{file} cannot be read: {e}") from None
 
 
 def _tensors(file: Path, stored: Mapping[str, Stored]) -> Iterator[tuple[str, np.ndarray]]:
@@ -181,7 +266,11 @@ def _tensors(file: Path, stored: Mapping[str, Stored]) -> Iterator[tuple[str, np
         if tensor.dtype not in DTYPES:
             raise WeightError(f"tensor {name!r} is of type {tensor.dtype}, which is not supported")
         if mapping is None or mapped > _MAPPED_BYTES:
-            mapping, mapped = _map(file, tensor.offset), 0
+            with file.open("rb") as opened:
+                mapping, mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), 0
+            if hasattr(mmap, "MADV_WILLNEED"):  # reads ahead
+                page = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+                mapping.madvise(mmap.MADV_WILLNEED, page, min(2 * _MAPPED_BYTES, len(mapping) - page))
             # An aligned matrix does not fit into the chunk that the C library keeps of a freed one of its size.
             return_freed_memory()
         mapped += tensor.nbytes
@@ -190,21 +279,6 @@ def _tensors(file: Path, stored: Mapping[str, Stored]) -> Iterator[tuple[str, np
         values = flat.astype(DTYPES[tensor.dtype], copy=False).reshape(tensor.shape)
         yield name, values if values.flags.aligned else values.copy()
         del flat, values
-
-
-def _map(file: Path, start: int) -> mmap.mmap:
-    """The whole file; what follows ``start`` is read ahead."""
-    with file.open("rb") as opened:
-        mapping = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mmap, "MADV_WILLNEED"):
-        page = start // mmap.PAGESIZE * mmap.PAGESIZE
-        mapping.madvise(mmap.MADV_WILLNEED, page, min(2 * _MAPPED_BYTES, len(mapping) - page))
-    return mapping
-
-
-def checkpoint_bytes(folder: Path) -> int:
-    """Bytes of the files that ``read_safetensors`` reads."""
-    return sum(file.stat().st_size for file in _files(folder))
 
 
 def _files(folder: Path) -> dict[Path, set[str]]:
@@ -250,32 +324,16 @@ def _indexed_files(folder: Path) -> dict[Path, set[str]]:
     return files
 
 
-# The language-model head that the files of a checkpoint have, or lack, where config.json says something else.
+# The language-model head of a checkpoint, where its config.json says something else
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-#: Bytes that are compared at once.
-_PIECE = 8 << 20
-
-
-@dataclass(frozen=True)
-class EmbeddingFrom:
-    """The tensor ``name`` of a checkpoint that has a tied head alone, as the embedding."""
-
-    name: str
-
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The tensors, with that one under the embedding's name."""
-        return ((_EMBEDDING if name == self.name else name, tensor) for name, tensor in pairs)
 
 
 def with_stored_head(config: ModelConfig, folder: Path) -> tuple[ModelConfig, list[CheckpointEntry]]:
-    """The configuration with the head that a checkpoint has, and what comes before the network's checkpoint map.
+    """The configuration with the head of the checkpoint, and entries to put before the network's checkpoint map.
 
-    As transformers 5 loads a checkpoint whose ``tie_word_embeddings`` is true: a head in the file that differs from
-    the embedding is kept, one with the same values is shared, and one without an embedding beside it is both.
-
-    Raises:
-        WeightError: the files cannot be read.
+    As in transformers 5 with ``tie_word_embeddings`` true: a head in the file that differs from the embedding is kept,
+    one with the same values is shared, and one without an embedding beside it serves as both.
     """
     if not config.tie_word_embeddings or config.head != "lm":
         return config, []
@@ -286,28 +344,23 @@ def with_stored_head(config: ModelConfig, folder: Path) -> tuple[ModelConfig, li
         is_base = config.encoder_facts is None and not any("lm_head." in name for name in headers)
         return config, [ZerosFor(r"^lm_head\.bias$")] if is_base else []
     if embedding is None:
-        return config, [EmbeddingFrom(head)]
+        return config, [Rename(rf"^{re.escape(head)}$", _EMBEDDING)]
     if headers[head].shape != headers[embedding].shape or _are_equal(folder, head, embedding):
         return config, []
     return replace(config, tie_word_embeddings=False), []
 
 
 def read_config(folder: Path, options: ModelOptions) -> ModelConfig:
-    """The configuration of the model in ``folder``, as far as its weights allow: see ``without_missing_head``.
-
-    Raises:
-        OctavoError: as ``read_model_config``.
-    """
+    """The configuration of the model in ``folder``, without a head where its weights have none."""
     config = read_model_config(folder, options.hf_overrides)
     has_files = options.load_format != "dummy" and gguf_source(options.model) is None
     return without_missing_head(config, folder) if has_files else config
 
 
 def without_missing_head(config: ModelConfig, folder: Path) -> ModelConfig:
-    """The configuration of a decoder whose files have no head, though it is neither tied nor optional: without one.
+    """The configuration of a decoder, without a head if its files have none though it is neither tied nor optional.
 
-    So is the checkpoint of a base model under the name of its language model, such as a model that was trained for
-    vectors: it has the tasks of a network without a head.
+    So is a base model under the name of its language model, such as one that was trained for vectors.
     """
     if config.tie_word_embeddings or config.head != "lm" or config.encoder_facts is not None:
         return config
@@ -320,9 +373,9 @@ def without_missing_head(config: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def _stored_names(config: ModelConfig, headers: Mapping[str, Stored]) -> tuple[str | None, str | None]:
-    """The checkpoint's names of the head's and the embedding's matrix, where it has them."""
+    """The checkpoint's names of the head's and the embedding's matrix, or None."""
     network = build_without_weights(replace(config, tie_word_embeddings=False), "float32")
-    shapes, found = network.tensor_shapes(), dict[str, str]()
+    shapes, names = network.tensor_shapes(), dict[str, str]()
     for stored in headers:
         name = stored
         for entry in network.entries():
@@ -331,12 +384,12 @@ def _stored_names(config: ModelConfig, headers: Mapping[str, Stored]) -> tuple[s
             elif isinstance(entry, Drop) and name not in shapes and re.search(entry.pattern, name):
                 break
         if name in (_HEAD, _EMBEDDING):
-            found.setdefault(name, stored)
-    return found.get(_HEAD), found.get(_EMBEDDING)
+            names.setdefault(name, stored)
+    return names.get(_HEAD), names.get(_EMBEDDING)
 
 
 def _are_equal(folder: Path, *names: str) -> bool:
-    """Whether two tensors of one shape have the same values, as far as they differ not by their types alone."""
+    """Whether two tensors of one shape have the same values, apart from rounding to their types."""
     first, second = (tensor for name, tensor in read_safetensors(folder) if name in names)
     rows = max(1, _PIECE // max(1, first[:1].nbytes))
     for start in range(0, len(first), rows):
@@ -348,12 +401,9 @@ def _are_equal(folder: Path, *names: str) -> bool:
     return True
 
 
-# Compares a checkpoint with the network it is for, and looks for weights that are not finite.
-
-
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a tensor, or with the checkpoint if ``tensor`` is None."""
+    """A problem of a tensor, or of the checkpoint if ``tensor`` is None."""
 
     tensor: str | None
     problem: str
@@ -361,25 +411,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a check of a whole checkpoint has found."""
-
     tensors: int
     size_bytes: int
     problems: list[Problem]
 
 
 def refuse_misfits(folder: Path, config: ModelConfig, entries: Sequence[CheckpointEntry], shapes: Shapes) -> None:
-    """Compares the headers of a checkpoint with the network that ``config`` describes.
-
-    Args:
-        folder: holds the safetensors.
-        config: for hints in messages.
-        entries: the network's checkpoint map.
-        shapes: of the tensors that the whole network expects.
-
-    Raises:
-        WeightError: a tensor is missing, unexpected, duplicate, or of the wrong shape or type; the message names it.
-    """
+    """Compares the headers of a checkpoint with the ``shapes`` of the whole network; ``config`` serves hints."""
     missing = []
     for problem in _header_problems(read_headers(folder), config, entries, shapes):
         if problem.tensor is not None and problem.problem == _MISSING:
@@ -393,9 +431,9 @@ def refuse_misfits(folder: Path, config: ModelConfig, entries: Sequence[Checkpoi
 
 
 def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> CheckReport:
-    """What is wrong with the weights in ``folder``, or in ``gguf``; all of them are read, a few MB at a time.
+    """All problems of the weights in ``folder``, or in ``gguf``; reads all of them, a few MB at a time.
 
-    Of a quantised checkpoint the tensors of matrices are compared, and scales and plain weights must be finite.
+    Of a quantised checkpoint, the tensors of matrices are compared, and scales and plain weights must be finite.
     """
     problems: list[Problem] = []
     tensors = size = 0
@@ -415,10 +453,15 @@ def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> 
         else:
             from octavo.loader.gguf_file import GGUFCheckpoint
 
-            pairs = GGUFCheckpoint(gguf, config, shapes).read_all()
+            file = GGUFCheckpoint(gguf, config, shapes).file
+            pairs = ((name, dequantize(entry.type.name, file.read_rows(entry))) for name, entry in file.tensors.items())
         for name, tensor in pairs:
             tensors, size = tensors + 1, size + tensor.nbytes
-            if bad := _count_not_finite(tensor):
+            if tensor.dtype.kind in "iub" or not tensor.size:
+                continue
+            flat, step = tensor.reshape(-1), max(1, _PIECE // tensor.itemsize)
+            pieces = (flat[start : start + step] for start in range(0, len(flat), step))
+            if bad := sum(piece.size - int(np.isfinite(piece).sum()) for piece in pieces):
                 problems.append(Problem(name, f"{bad} of {tensor.size} values are infinite or not a number"))
     except (WeightError, UnsupportedModelError) as e:
         problems.append(Problem(None, str(e)))
@@ -431,7 +474,7 @@ _MISSING = "is missing"
 def _header_problems(
     stored: Mapping[str, Stored], config: ModelConfig, entries: Sequence[CheckpointEntry], shapes: Shapes
 ) -> Iterator[Problem]:
-    """Passes tensors without values through the checkpoint map and compares what comes out with the network."""
+    """Passes tensors without values through the checkpoint map and compares the results with the network."""
     pairs: Pairs = (
         (name, without_values(entry.shape, DTYPES.get(entry.dtype, np.bool_))) for name, entry in stored.items()
     )
@@ -443,7 +486,7 @@ def _header_problems(
             if problem := tensor_problem(name, tensor, shapes, seen):
                 yield Problem(name, problem + _hint(tuple(tensor.shape), shapes.get(name), config))
             seen.add(name)
-    except WeightError as e:  # an entry cannot split or join what it was given
+    except WeightError as e:  # an entry cannot split or join a tensor
         yield Problem(None, str(e))
         return
     for name in shapes:
@@ -452,7 +495,7 @@ def _header_problems(
 
 
 def _hint(shape: tuple[int, ...], expected: tuple[int, ...] | None, config: ModelConfig) -> str:
-    """Which value of config.json a tensor of another shape contradicts, if only one can be meant."""
+    """The value of config.json that a tensor of another shape contradicts, if it is the only candidate."""
     if expected is None or len(shape) != len(expected):
         return ""
     meanings = {
@@ -467,35 +510,17 @@ def _hint(shape: tuple[int, ...], expected: tuple[int, ...] | None, config: Mode
     return f": config.json has {names[0]} = {wrong[0]}" if len(names) == 1 else ""
 
 
-def _count_not_finite(tensor: np.ndarray) -> int:
-    """How many values are infinite or not a number."""
-    if tensor.dtype.kind in "iub" or not tensor.size:
-        return 0
-    flat, step = tensor.reshape(-1), max(1, _PIECE // tensor.itemsize)
-    pieces = (flat[start : start + step] for start in range(0, len(flat), step))
-    return sum(piece.size - int(np.isfinite(piece).sum()) for piece in pieces)
-
-
-# Reads the matrices that sentence-transformers applies after pooling.
-
-
 class DenseWeights(NamedTuple):
-    """Weights of a layer after pooling, float32."""
+    """Weights of a dense layer after pooling, float32."""
 
-    #: [outputs, inputs].
     matrix: np.ndarray
-    #: [outputs].
     bias: np.ndarray | None
-    #: [outputs, inputs]: what the input is multiplied with before it is added.
+    #: [outputs, inputs], the projection of the residual.
     residual: np.ndarray | None
 
 
 def read_dense(folder: Path, dense: DenseConfig) -> DenseWeights:
-    """The weights of a layer of a model's ``folder``.
-
-    Raises:
-        WeightError: there is no model.safetensors, or its tensors do not fit.
-    """
+    """The weights of a dense layer of a model's ``folder``."""
     place = folder / dense.folder
     if not (place / "model.safetensors").is_file():
         raise WeightError(
@@ -511,147 +536,22 @@ def read_dense(folder: Path, dense: DenseConfig) -> DenseWeights:
         shapes["residual.weight"] = matrix
     for name, shape in shapes.items():
         if name not in tensors or tensors[name].shape != shape:
-            found = tensors[name].shape if name in tensors else "missing"
-            raise WeightError(f"{place}: tensor {name!r} must have the shape {list(shape)}, and is {found}")
+            actual = tensors[name].shape if name in tensors else "missing"
+            raise WeightError(f"{place}: tensor {name!r} must have the shape {list(shape)}, and is {actual}")
     weights = {name: tensors[name].astype(np.float32) for name in shapes}
     return DenseWeights(weights["linear.weight"], weights.get("linear.bias"), weights.get("residual.weight"))
 
 
-# Random weights of the right shapes, for benchmarks without a checkpoint.
-
-
-def dummy_weights(network: Layer, dtype: DType, seed: int = 0) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, tensor) for each tensor that ``network`` expects, of ``dtype``.
-
-    A matrix is uniform around 0 with variance 1 / inputs, which preserves the magnitude of activations: they stay
-    finite and logits are about normal, as those of a trained network are. Norms are 1, biases 0. Each tensor depends on
-    ``seed``, its name and its shape alone.
-    """
-    expected = [(name, layer.expected[shard]) for name, layer, shard in network.tensors()]
-    for name, shape in expected:
-        if len(shape) == 1:
-            yield name, np.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype.numpy)
-            continue
-        generator = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
-        values = generator.random(shape, np.float32)
-        values -= np.float32(0.5)
-        values *= np.float32(2 * math.sqrt(3.0 / shape[-1]))
-        yield name, rounded(values, dtype)
-
-
-# Builds networks and loads their weights from a Hugging Face folder.
-
-logger = logging.getLogger("octavo")
-
-#: Seconds after which progress is told.
-_BAR_DELAY = 1.0
-
-
-def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: Path | None = None) -> Network:
-    """Builds the network of ``config`` and loads this rank's share of the weights in ``folder``, or in ``gguf``.
-
-    Weights are converted to ``context.dtype``, and matrices quantised by ``context.quantization``. They keep their bits
-    where that is "gguf", or the name of ``config.quantization`` and the kernels have products with them. Tables of
-    positions have ``context.positions`` rows, by default ``config.max_position``.
-
-    Raises:
-        UnsupportedModelError: there is no network for the architecture; or the GGUF file has tensors of other ones.
-        ConfigError: the configuration contradicts itself or the tensor-parallel size; or quantization is "gguf" and
-            there is no such file.
-        WeightError: the checkpoint is incomplete, damaged or does not fit the configuration.
-    """
-    before: list[CheckpointEntry] = []
-    if gguf is None and context.quantization != "gguf":
-        config, before = with_stored_head(config, folder)
-    network = make_network(config, context)
-    whole = network if context.layers is None else build_rank_without_weights(config, replace(context, layers=None))
-    shapes = whole.tensor_shapes()
-    entries = [*before, *network.entries()]
-    tensors: Generator[tuple[str, np.ndarray | QuantizedRows]]
-    if gguf is not None:
-        from octavo.loader.gguf_file import GGUFCheckpoint
-
-        # A folder of such a model is said to be bfloat16, as values of some exceed float16.
-        stored = DType.FLOAT32 if context.dtype is DType.FLOAT32 else DType.BFLOAT16
-        dtype = None if context.quantization == "gguf" else stored
-        names = {name for name, _, _ in network.tensors()}
-        tensors = GGUFCheckpoint(gguf, config, shapes).read(names, entries, dtype)
-        size = sum(part.stat().st_size for part in split_paths(gguf))
-    elif context.quantization == "gguf":
-        raise ConfigError(f"quantization='gguf' needs a model in a GGUF file; {folder} was not made from one")
-    else:
-        if config.quantization is not None:
-            own = context.quantization == config.quantization.name
-
-            def keep(rows: QuantizedRows) -> bool:
-                return own and context.kernels.has_products(rows)
-
-            headers = read_headers(folder)
-            entries = with_unpacking(entries, config.quantization, headers, shapes, context.dtype, keep)
-        refuse_misfits(folder, config, entries, shapes)
-        tensors = read_safetensors(folder)
-        size = checkpoint_bytes(folder)
-    with closing(tensors):
-        pairs: Pairs = _with_progress(tensors, size, context)
-        for entry in entries:
-            pairs = entry.apply(pairs, shapes)
-        load_weights(network, pairs, shapes)
-    return network
-
-
-def _with_progress(
-    tensors: Iterable[tuple[str, np.ndarray | QuantizedRows]], size: int, context: LayerContext
-) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-    """The same tensors. The first rank says how many of ``size`` bytes are read, if that takes more than a second.
-
-    On a terminal by a progress bar, elsewhere by lines of the log, which a server that starts answers with.
-    """
-    if context.tp_rank or (context.layers is not None and context.layers.start):
-        yield from tensors
-        return
-    from tqdm import tqdm
-
-    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "delay": _BAR_DELAY, "leave": False}
-    is_shown = sys.stderr.isatty()
-    read, told, begun = 0, 0, time.monotonic()
-    with tqdm(total=size, desc=LOADING, disable=not is_shown, **options) as bar:
-        for name, tensor in tensors:
-            yield name, tensor
-            values = tensor.rows if isinstance(tensor, GGUFRows) else tensor
-            read = min(read + getattr(values, "nbytes", 0), size)  # values of a GGUF file are wider in memory
-            bar.update(read - bar.n)
-            if not is_shown and read >= told + size / 10 and time.monotonic() > begun + _BAR_DELAY:
-                told = read
-                logger.info("%s: %.0f %% of %.2f GiB", LOADING, 100 * read / size, size / GIB)
-
-
-def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> Network:
-    """The network of ``config`` with random weights (see ``dummy_weights``), quantised by ``context.quantization``.
-
-    Raises:
-        UnsupportedModelError, ConfigError: as for ``load_model``; or quantization is "gguf".
-    """
-    if context.quantization == "gguf":
-        raise ConfigError("quantization='gguf' computes with a GGUF file's own bits; load_format='dummy' has no file")
-    network = make_network(config, context)
-    load_weights(network, dummy_weights(network, context.dtype, seed))
-    return network
-
-
-# Reads EAGLE heads: config.json and headers before the model is loaded, the weights after it.
-
-#: Draft ids to tokens, as differences: the token of draft id i is i + d2t[i].
-_TOKENS = "d2t"
+# EAGLE heads: config.json and headers are read before the model is loaded, the weights after it
 
 
 def read_head_config(folder: Path, method: EagleMethod, target: ModelConfig) -> EagleConfig:
-    """The configuration of the head in ``folder`` for the model ``target``; no weight is read.
+    """The configuration of the EAGLE head in ``folder`` for the model ``target``; no weight is read.
 
     Raises:
         ConfigError: config.json is missing or impossible, or describes a head for another model.
         UnsupportedModelError: it describes no head of this method.
-        WeightError: there are no safetensors, or a tensor is missing, unexpected or of the wrong shape or type; the
-            message names it.
+        WeightError: there are no safetensors, or a tensor is missing, unexpected or of the wrong shape or type.
     """
     config, stored = read_dummy_config(folder, method, target), read_headers(folder)
     names = {name.removeprefix("model.") for name in stored}
@@ -663,12 +563,24 @@ def read_head_config(folder: Path, method: EagleMethod, target: ModelConfig) -> 
     head = build_without_weights(config, "float32")
     shapes = head.tensor_shapes()
     refuse_misfits(folder, config, head.checkpoint_map, shapes)
-    _check_token_map(stored, config)
+    token_map = stored.get(_TOKENS)
+    if token_map is None:
+        if config.draft_vocab_size != config.vocab_size:
+            raise WeightError(
+                f"the checkpoint lacks the tensor {_TOKENS!r}, the tokens that the head drafts: draft_vocab_size "
+                f"({config.draft_vocab_size}) is not vocab_size ({config.vocab_size})"
+            )
+    elif config.method == "eagle":
+        raise ConfigError(f"the checkpoint has the tensor {_TOKENS!r}, which only heads of method 'eagle3' have")
+    elif token_map.dtype != "I64" or token_map.shape != (config.draft_vocab_size,):
+        raise WeightError(
+            f"tensor {_TOKENS!r} is {token_map.dtype} {list(token_map.shape)}, not I64 [{config.draft_vocab_size}]"
+        )
     return config
 
 
 def read_dummy_config(folder: Path, method: EagleMethod, target: ModelConfig) -> EagleConfig:
-    """As ``read_head_config``, of a folder without weights: what the head shares with the model it does share."""
+    """As ``read_head_config`` for a folder without weights: the head shares all that it can share."""
     file = folder / "config.json"
     config = fit_to(read_eagle_config(method, ConfigReader(read_json(file), file)), target)
     return replace(config, own_embedding=config.hidden_size != target.hidden_size)
@@ -685,11 +597,7 @@ def make_dummy_head(config: EagleConfig, context: LayerContext, seed: int) -> Ea
 
 
 def load_head(folder: Path, config: EagleConfig, context: LayerContext) -> EagleHead:
-    """The head in ``folder`` with this rank's share of its weights, of ``context.dtype``.
-
-    Raises:
-        WeightError: as ``read_head_config``; or d2t leads outside of the vocabulary.
-    """
+    """The head in ``folder`` with this rank's share of its weights, of ``context.dtype``."""
     head = make_network(config, context)
     assert isinstance(head, EagleHead)
     shapes = head.tensor_shapes()
@@ -700,37 +608,13 @@ def load_head(folder: Path, config: EagleConfig, context: LayerContext) -> Eagle
     return head
 
 
-def _check_token_map(stored: Mapping[str, Stored], config: EagleConfig) -> None:
-    found = stored.get(_TOKENS)
-    if found is None:
-        if config.draft_vocab_size != config.vocab_size:
-            raise WeightError(
-                f"the checkpoint lacks the tensor {_TOKENS!r}: draft_vocab_size ({config.draft_vocab_size}) is not "
-                f"vocab_size ({config.vocab_size}), so it must say which tokens the head drafts"
-            )
-    elif config.method == "eagle":
-        raise ConfigError(f"the checkpoint has the tensor {_TOKENS!r}, which only heads of method 'eagle3' have")
-    elif found.dtype != "I64" or found.shape != (config.draft_vocab_size,):
-        raise WeightError(
-            f"tensor {_TOKENS!r} does not fit: it is {found.dtype} {list(found.shape)}, expected I64 "
-            f"[{config.draft_vocab_size}], draft_vocab_size of config.json"
-        )
-
-
 def _without_token_map(folder: Path, head: EagleHead, context: LayerContext) -> Pairs:
-    """The tensors of the folder but d2t, which becomes ``target_ids``."""
+    """The tensors of the folder except d2t, which becomes ``target_ids``."""
     for name, tensor in read_safetensors(folder):
-        if name == _TOKENS:
-            head.target_ids = context.kernels.array(_target_ids(tensor, head.config.vocab_size))
-        else:
+        if name != _TOKENS:
             yield name, tensor
-
-
-def _target_ids(differences: np.ndarray, vocab_size: int) -> np.ndarray:
-    ids = np.arange(len(differences)) + differences
-    if outside := int(((ids < 0) | (ids >= vocab_size)).sum()):
-        raise WeightError(
-            f"tensor {_TOKENS!r} leads to {outside} tokens outside of the vocabulary of {vocab_size}: it must hold "
-            "token - draft id"
-        )
-    return ids
+            continue
+        ids, vocab_size = np.arange(len(tensor)) + tensor, head.config.vocab_size
+        if outside := int(((ids < 0) | (ids >= vocab_size)).sum()):
+            raise WeightError(f"tensor {_TOKENS!r} leads to {outside} tokens outside of the vocabulary of {vocab_size}")
+        head.target_ids = context.kernels.array(ids)

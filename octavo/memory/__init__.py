@@ -1,1 +1,1 @@
-"""KV cache memory: block pools, reference counts, block tables, prefix cache, watermark. Integers only."""
+"""KV cache memory, in integers only: which block holds which tokens. Read ``block_manager.py`` first."""

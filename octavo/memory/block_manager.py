@@ -1,4 +1,4 @@
-"""Allocation of KV cache blocks to sequences: admission, growth, sharing, swapping and prefix caching."""
+"""The block manager: gives KV cache blocks to sequences, shares them copy-on-write, swaps and frees them."""
 
 from __future__ import annotations
 
@@ -13,80 +13,24 @@ from octavo.memory.block_pool import NO_BLOCK, held_blocks
 from octavo.memory.kv_group import AllocStatus, BlocksNeeded, KVGroup, Moves, Write
 from octavo.memory.prefix_cache import SequencePrefixes
 
-# Prefixes whose blocks stay in the prefix cache until they are released.
-
-
-class PinnedPrefixes:
-    """Owns the pins of shared prefixes (Kwon et al. 2023, section 4.4): by name, their blocks in each KV group.
-
-    A pinned block is found like any block of the prefix cache, the last one even if it is partly filled: a sequence
-    that shares that one writes into a copy. It is never evicted or written, stays when the cache is reset, and counts
-    as pinned alone, whether sequences share it or not. In a group with an attention window, these are the blocks in the
-    window at the end of the full ones, and the last: only a prompt with the whole prefix finds them.
-    """
-
-    def __init__(self, groups: Sequence[KVGroup], prefixes: SequencePrefixes) -> None:
-        self._groups, self._prefixes = groups, prefixes
-        self._blocks: dict[str, list[list[int]]] = {}
-
-    @property
-    def capacity(self) -> str:
-        """How many blocks sequences can have, in words."""
-        if not self._groups:
-            return "none"
-        first = self._groups[0]
-        beside = f" beside the {first.device.num_pinned} of shared prefixes" if self._blocks else ""
-        return f"{first.num_unpinned} blocks{beside}"
-
-    def add(
-        self, name: str, seq_id: int, token_ids: list[int], context: str | bytes, beside: BlocksNeeded
-    ) -> AllocStatus:
-        """Pins the blocks of a sequence that has computed these tokens and no others, until ``remove``.
-
-        Returns:
-            LATER if the prefix cache was reset or blocks were lost since the sequence began, NEVER if a sequence with
-            the demand ``beside`` would not fit beside the pinned blocks; nothing is pinned then.
-
-        Raises:
-            ValueError: the name is taken.
-        """
-        chain = self._prefixes.chain(token_ids, context)
-        chain.extend(token_ids, -(-len(token_ids) // chain.block_size))  # with the last block, however far it is filled
-        may_register = self._prefixes.may_register(seq_id)
-        if not (may_register and all(group.can_pin(chain, seq_id, len(token_ids)) for group in self._groups)):
-            return AllocStatus.LATER
-        if name in self._blocks:
-            raise ValueError(f"a prefix {name!r} is pinned already")
-        self._blocks[name] = [group.pin(chain, seq_id, token_ids) for group in self._groups]
-        if all(group.could_hold(beside, num_seqs=1) for group in self._groups):
-            return AllocStatus.OK
-        self.remove(name)
-        return AllocStatus.NEVER
-
-    def remove(self, name: str) -> None:
-        """Releases a prefix: its blocks are cached as any others. Nothing happens if there is none of this name."""
-        for group, blocks in zip(self._groups, self._blocks.pop(name, ()), strict=False):
-            group.cache.on_device.unpin(blocks)
-
-    def clear(self) -> None:
-        """Releases all prefixes."""
-        for name in list(self._blocks):
-            self.remove(name)
-
-
 _NOTHING = BlocksNeeded()
 
 
 class BlockManager:
-    """Owns the blocks of all KV groups; ``prefixes`` is what of them the prefix cache knows, ``pinned`` what it keeps.
+    """Owns the block tables of all sequences; vLLM's ``BlockSpaceManager``, and ``KVCacheManager`` since V1.
 
-    Every operation is done in all groups or in none, so a sequence has a table in each group or in none, all of them
-    on the device or all on the host. Block ids are unique across the groups, on the device and on the host: the ids of
-    a group follow those of the group before it, so a block move does not name its group. ``KVGroup`` states the
-    invariants of tables and blocks.
+    A table maps the logical blocks of a sequence (its index; vLLM's ``LogicalTokenBlock``) to physical blocks, the ids
+    of a ``BlockPool``. Every table and every pin holds a reference to each of its blocks.
 
-    Callers count in blocks that keep all tokens (``BlocksNeeded`` says what windows make of it); statistics are sums
-    over the groups unless they say otherwise.
+    Sharing and copy-on-write: ``fork`` puts the blocks of a parent into the table of a child, and ``prefixes.adopt``
+    puts cached blocks into the table of a new sequence. Before a sequence writes into a block that another table has
+    too, or that the prefix cache keeps, ``grow`` replaces it in that sequence's table by a new block and adds the copy
+    to the moves of the step (``take_moves``). Only the last block of a table is ever written.
+
+    Layers with equal KV specs form a ``KVGroup`` with pools and tables of its own. Every operation is done in all
+    groups or in none, so a sequence has a table in each group or in none, all on the device or all on the host. Block
+    ids are unique across the groups, on the device and on the host. Callers count in blocks that keep all tokens
+    (``BlocksNeeded`` converts them for windows); statistics are sums over the groups.
     """
 
     def __init__(
@@ -109,14 +53,10 @@ class BlockManager:
             block_size: Tokens per block, in every group.
             num_host_blocks: Host blocks, if ``num_blocks`` is an integer.
             watermark: Share of each group's blocks that admission leaves free.
-            prefix_caching: Whether full blocks are registered and found by their content.
+            prefix_caching: Whether full blocks are kept and matched by their content.
             host_cache: Whether the prefix cache may use host blocks that no swapped sequence needs.
             max_num_batched_tokens: Tokens of all steps in flight, for which windowed groups keep room.
-            cuts_prompts: Whether a prompt may be computed in chunks of any length, so that fewer blocks make them
-                shorter (``max_chunk``).
-
-        Raises:
-            ConfigError: ``host_cache`` with several groups.
+            cuts_prompts: Whether prompts may be computed in chunks of any length (see ``max_chunk``).
         """
         sizes = [GroupBlocks(num_blocks, num_host_blocks)] if isinstance(num_blocks, int) else list(num_blocks)
         if host_cache and len(sizes) > 1:
@@ -146,69 +86,12 @@ class BlockManager:
         self.prefixes = SequencePrefixes(self.groups, block_size, enabled=prefix_caching)
         self.pinned = PinnedPrefixes(self.groups, self.prefixes)
 
-    # --- statistics -------------------------------------------------------------------------------------------------
-
-    @property
-    def num_blocks(self) -> int:
-        """Device blocks in all."""
-        return sum(group.device.num_blocks for group in self.groups)
-
-    @property
-    def state(self) -> GroupState:
-        """The blocks of all groups together."""
-        return sum_groups([group.state() for group in self.groups])
-
-    @property
-    def num_available(self) -> int:
-        """Device blocks that can be allocated in each group: so many sequences may write one token each."""
-        if len(self.groups) == 1:
-            return self._first.device.num_available
-        return min((group.device.num_available for group in self.groups), default=sys.maxsize)
-
-    @property
-    def num_tables(self) -> int:
-        """Sequences that hold blocks, on the device or the host."""
-        return len(self._first.tables) + len(self._first.on_host.by_id)
-
-    def held_bytes(self, seq_id: int) -> int:
-        """Bytes of the device blocks of a sequence, in all groups; ``GroupBlocks.block_bytes`` says in which unit."""
-        return sum(group.num_held(seq_id) * group.block_bytes for group in self.groups)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens of one sequence, the last one perhaps partly filled."""
-        return -(-num_tokens // self.block_size)
-
-    def table(self, seq_id: int, group: int = 0) -> list[int]:
-        """A copy of the sequence's block table in a group; empty if it has no table on the device."""
-        return self.groups[group].table(seq_id)
-
-    def num_entries(self, seq_id: int) -> int:
-        """Blocks in each of the sequence's tables on the device, with those that were freed outside a window."""
-        return len(self._first.tables.get(seq_id, ()))
-
-    def held(self, seq_id: int) -> Iterator[tuple[int, int]]:
-        """The device blocks of a sequence in all groups, each with its index in the table."""
-        for group in self.groups:
-            for index, block in enumerate(group.tables.get(seq_id, ())):
-                if block != NO_BLOCK:
-                    yield index, block
-
-    def tables(self, seq_id: int) -> list[TableChange]:
-        """The sequence's block tables in all groups as changes of empty tables, for a plan that adds the sequence."""
-        return [TableChange(seq_id, 0, group.table(seq_id), group.number) for group in self.groups]
-
-    # --- admission --------------------------------------------------------------------------------------------------
-
     def demand(
         self, num_blocks: int, num_seqs: int = 1, seq_ids: Sequence[int] = (), own_blocks: int = 0
     ) -> BlocksNeeded:
-        """The demand of sequences that need ``num_blocks`` more where all tokens are kept, less where a window is.
+        """The demand of sequences that need ``num_blocks`` more blocks in groups without a window, fewer in others.
 
-        Args:
-            num_blocks: Blocks for all tokens, in addition to those held.
-            num_seqs: Sequences that fill windows.
-            seq_ids: Those of them that may hold blocks.
-            own_blocks: Of ``num_blocks``, those of sequences that will be forked from these.
+        ``num_seqs`` fill windows; those of ``seq_ids`` may hold blocks; ``own_blocks`` are for their future forks.
         """
         if not self._windowed:
             return BlocksNeeded(num_blocks)
@@ -219,12 +102,9 @@ class BlockManager:
         return BlocksNeeded(num_blocks, tuple(windows))
 
     def can_allocate(self, demand: BlocksNeeded, reserved: BlocksNeeded = _NOTHING, num_seqs: int = 1) -> AllocStatus:
-        """Whether sequences can be admitted in addition to reserved blocks and the watermark.
+        """Whether sequences can be admitted beside ``reserved`` blocks and the watermark.
 
-        Args:
-            demand: What the sequences need.
-            reserved: What running sequences will still need.
-            num_seqs: Sequences that will hold blocks on the device, the admitted ones included.
+        ``num_seqs``: sequences that will hold blocks on the device, the admitted ones included.
         """
         if not all(group.could_hold(demand, num_seqs) for group in self.groups):
             return AllocStatus.NEVER
@@ -232,36 +112,28 @@ class BlockManager:
         return AllocStatus.OK if fit else AllocStatus.LATER
 
     def fits(self, demand: BlocksNeeded, reserved: BlocksNeeded = _NOTHING, num_seqs: int = 1) -> bool:
-        """Whether the blocks are available now; as ``can_allocate``, without the watermark."""
+        """``can_allocate`` without the watermark."""
         return all(group.has_room(demand + reserved, num_seqs) for group in self.groups)
 
     @property
     def max_chunk(self) -> int:
-        """Tokens of the longest chunk of a prompt for which there are blocks beside its window."""
+        """Tokens of the longest prompt chunk for which there are blocks beside its window."""
         if not self._windowed or not self._cuts_prompts:
             return sys.maxsize
         return min(group.chunk_blocks(group.window_blocks) for group in self._windowed) * self.block_size
 
-    # --- growth -----------------------------------------------------------------------------------------------------
-
     def grow(
         self, writes: list[Write], behind_windows: Callable[[], Iterable[tuple[int, int]]] | None = None
     ) -> list[TableChange] | None:
-        """Allocates blocks for the tokens of a step; each write is (sequence id, tokens computed, tokens to hold).
+        """Allocates blocks for the tokens of a step (vLLM: ``append_slots``, ``allocate_slots``; lookahead slots, too).
 
-        Copy-on-write: the block that the first new token is written into is copied if another table has it too, or if
-        the prefix cache keeps it. If several sequences write into a block that is shared but not cached, all but the
-        last one get a copy. If no block is available for the copy of a cached block that one table has, the cache
-        forgets the block and the sequence writes into it. A table must not be longer than up to the block that the
-        first new token is written into. Blocks that are outside a window are freed, so ``tokens computed`` of a
-        sequence must not decrease between calls.
+        A table must not be longer than up to the block that the first new token is written into. If several sequences
+        write into a shared block that is not cached, all but the last one get a copy. If no block is available for the
+        copy of a cached block that one table has, the cache forgets the block and the sequence writes into it. Blocks
+        outside a window are freed, so ``tokens computed`` must not decrease between calls. If blocks are short,
+        ``behind_windows`` names other sequences that may hold more than their windows, with their tokens computed.
 
-        ``behind_windows``: other sequences that may hold more than their windows, each with its tokens computed; where
-        blocks are short, those that no later token of theirs reads are freed, too.
-
-        Returns:
-            The changes of all tables in all groups (not to be modified); None, and no table has grown, if a group has
-            too few blocks available.
+        Returns the changes of all tables (not to be modified); None, and no table has grown, if blocks are too few.
         """
         if not self._windowed and len(self.groups) == 1:
             return self._first.grow(writes)
@@ -281,23 +153,27 @@ class BlockManager:
         return all(group.can_grow(writes) for group in self.groups)
 
     def slots_end(self, num_tokens: int, num_new: int) -> int:
-        """How many tokens of a sequence that has written so many may be there before the next ``grow``.
-
-        Those of its last block. Not so after several new ones where windows are: what they leave behind is to be freed
-        first.
-        """
+        """The tokens that a sequence of ``num_tokens`` may hold before the next ``grow``."""
+        # With windows, the blocks behind the window are to be freed first after several new tokens.
         return num_tokens if num_new > 1 and self._windowed else num_tokens + -num_tokens % self.block_size
 
     def free_outside_windows(self, sequences: Iterable[tuple[int, int, int]]) -> None:
-        """Frees what no later token reads; entries are (sequence id, tokens computed, first blocks that may be freed).
-
-        ``grow`` does so for those that it is called with; others may hold a chunk that they have computed.
-        """
+        """Frees blocks that no later token reads: of each (sequence id, tokens computed, blocks that may be freed)."""
         for seq_id, num_computed, max_blocks in sequences:
             for group in self._windowed:
                 group.free_outside_window(seq_id, num_computed, max_blocks)
 
-    # --- sharing ----------------------------------------------------------------------------------------------------
+    def shrink(self, seq_id: int, num_tokens: int) -> None:
+        """Frees the blocks of a sequence behind those of its first ``num_tokens`` tokens; none of them is shared."""
+        for group in self.groups:
+            group.shrink(seq_id, num_tokens)
+
+    def free(self, seq_id: int) -> None:
+        """Frees all blocks of a sequence, on the device or the host; no effect if it has none."""
+        for group in self.groups:
+            group.on_device.free(seq_id)
+            group.on_host.free(seq_id)
+        self.prefixes.free(seq_id)
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Shares all blocks of a sequence with a new one that has the same computed tokens."""
@@ -306,11 +182,7 @@ class BlockManager:
     def fork_prefix(self, parent_id: int, child_id: int, num_blocks: int) -> bool:
         """Shares the first ``num_blocks`` blocks of a sequence with a new one that has the same tokens in them.
 
-        Returns:
-            False, and nothing is changed, if blocks that the child would read are freed: outside the parent's window.
-
-        Raises:
-            ValueError: the parent's table is shorter or on the host, or the child holds blocks.
+        False, and nothing is changed, if blocks that the child would read are freed: outside the parent's window.
         """
         if self.is_swapped(parent_id):
             raise ValueError(f"sequence {parent_id} is swapped out and cannot share blocks; swap it in first")
@@ -325,29 +197,13 @@ class BlockManager:
         self.prefixes.fork(parent_id, child_id, num_blocks)
         return True
 
-    def shrink(self, seq_id: int, num_tokens: int) -> None:
-        """Frees the blocks of a sequence behind those of its first ``num_tokens`` tokens; none of them is shared."""
-        for group in self.groups:
-            group.shrink(seq_id, num_tokens)
-
-    def free(self, seq_id: int) -> None:
-        """Frees all blocks of a sequence, on the device or the host; nothing happens if it has none."""
-        for group in self.groups:
-            group.free(seq_id)
-        self.prefixes.free(seq_id)
-
-    # --- swapping ---------------------------------------------------------------------------------------------------
-
     def is_swapped(self, seq_id: int) -> bool:
-        """Whether the sequence's blocks are on the host."""
         return seq_id in self._first.on_host.by_id
 
     def swap_out(self, seq_ids: Sequence[int]) -> bool:
         """Moves all blocks of these sequences to the host, shared blocks once.
 
-        Returns:
-            False, and nothing is changed, if too few host blocks are available or a block is the target of a move of
-            this step.
+        False, and nothing is changed, if host blocks are too few or a block is the target of a move of this step.
         """
         if not all(group.can_swap_out(seq_ids) for group in self.groups):
             return False
@@ -356,12 +212,9 @@ class BlockManager:
         return True
 
     def swap_in(self, seq_ids: Sequence[int]) -> bool:
-        """Moves all blocks of these sequences into new device blocks, shared blocks once.
-
-        Returns:
-            False, and nothing is changed, if too few device blocks are available.
-        """
-        if not all(group.can_swap_in(seq_ids) for group in self.groups):
+        """Moves all blocks of these sequences to the device; False, and nothing is changed, if blocks are too few."""
+        needed = self.blocks_to_swap_in(seq_ids)
+        if any(count > group.device.num_available for count, group in zip(needed, self.groups, strict=True)):
             return False
         swapped = self._first.on_host.present(seq_ids)
         for group in self.groups:
@@ -373,28 +226,6 @@ class BlockManager:
         """Device blocks that ``swap_in`` allocates, by group."""
         return tuple(len(group.on_host.distinct_blocks(seq_ids)) for group in self.groups)
 
-    def clear(self) -> None:
-        """Frees the blocks of all sequences, and drops moves that no plan has and cached content that is not pinned.
-
-        Raises:
-            RuntimeError: a block is neither in a table nor pinned, and not free: one was lost before.
-        """
-        for seq_id in {i for group in self.groups for tables in (group.tables, group.on_host.by_id) for i in tables}:
-            self.free(seq_id)
-        self.take_moves()
-        self.reset_prefix_cache()
-        if (state := self.state).used or state.host_used:
-            raise RuntimeError(f"{state.used} blocks and {state.host_used} on the host belong to no sequence")
-
-    def reset_prefix_cache(self) -> None:
-        """Drops all cached content that is not pinned; cached blocks become free.
-
-        Sequences that hold blocks now register none of them.
-        """
-        self.prefixes.clear((*self._first.tables, *self._first.on_host.by_id))
-
-    # --- the step ---------------------------------------------------------------------------------------------------
-
     def take_moves(self) -> Moves:
         """The block moves of the step that is planned; their sources can be allocated from now on."""
         moves = self._first.moves.take()
@@ -403,32 +234,129 @@ class BlockManager:
             moves = Moves(*(one + other for one, other in zip(moves, more, strict=True)))
         return moves
 
+    def reset_prefix_cache(self) -> None:
+        """Drops all cached content that is not pinned. Sequences that hold blocks now will register none of them."""
+        self.prefixes.clear((*self._first.tables, *self._first.on_host.by_id))
 
-# What would be available if some sequences gave up their blocks.
+    def clear(self) -> None:
+        """Frees the blocks of all sequences, drops moves that no plan has and cached content that is not pinned."""
+        for seq_id in {i for group in self.groups for tables in (group.tables, group.on_host.by_id) for i in tables}:
+            self.free(seq_id)
+        self.take_moves()
+        self.reset_prefix_cache()
+        if (state := self.state).used or state.host_used:  # lost before
+            raise RuntimeError(f"{state.used} blocks and {state.host_used} on the host belong to no sequence")
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens of one sequence."""
+        return -(-num_tokens // self.block_size)
+
+    def table(self, seq_id: int, group: int = 0) -> list[int]:
+        """A copy of the sequence's block table in a group; empty if it has no table on the device."""
+        return self.groups[group].table(seq_id)
+
+    def tables(self, seq_id: int) -> list[TableChange]:
+        """The sequence's block tables in all groups as changes of empty tables, for a plan that adds the sequence."""
+        return [TableChange(seq_id, 0, group.table(seq_id), group.number) for group in self.groups]
+
+    def num_entries(self, seq_id: int) -> int:
+        """Length of each of the sequence's tables on the device, blocks freed outside a window included."""
+        return len(self._first.tables.get(seq_id, ()))
+
+    def held(self, seq_id: int) -> Iterator[tuple[int, int]]:
+        """The device blocks of a sequence in all groups, as (index in the table, block)."""
+        tables = (enumerate(group.tables.get(seq_id, ())) for group in self.groups)
+        return ((index, block) for table in tables for index, block in table if block != NO_BLOCK)
+
+    def held_bytes(self, seq_id: int) -> int:
+        """Bytes of the device blocks of a sequence, in all groups, in the unit of ``GroupBlocks.block_bytes``."""
+        return sum(group.num_held(seq_id) * group.block_bytes for group in self.groups)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(group.device.num_blocks for group in self.groups)
+
+    @property
+    def num_available(self) -> int:
+        """Device blocks that can be allocated in each group: this number of sequences may write one token each."""
+        if len(self.groups) == 1:
+            return self._first.device.num_available
+        return min((group.device.num_available for group in self.groups), default=sys.maxsize)
+
+    @property
+    def num_tables(self) -> int:
+        """Sequences that hold blocks, on the device or the host."""
+        return len(self._first.tables) + len(self._first.on_host.by_id)
+
+    @property
+    def state(self) -> GroupState:
+        return sum_groups([group.state() for group in self.groups])
+
+
+class PinnedPrefixes:
+    """Owns the pins of shared prefixes (Kwon et al. 2023, section 4.4): by name, their blocks in each KV group.
+
+    A pinned block is looked up like any block of the prefix cache, the last one even if it is partly filled. It is
+    never evicted or written, survives a reset of the cache, and counts as pinned alone. In a group with an attention
+    window, these are the blocks in the window at the end of the full ones, and the last: only a prompt with the whole
+    prefix matches them.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], prefixes: SequencePrefixes) -> None:
+        self._groups, self._prefixes = groups, prefixes
+        self._blocks: dict[str, list[list[int]]] = {}
+
+    @property
+    def capacity(self) -> str:
+        """The blocks for sequences, in words."""
+        if not self._groups:
+            return "none"
+        first = self._groups[0]
+        beside = f" beside the {first.device.num_pinned} of shared prefixes" if self._blocks else ""
+        return f"{first.num_unpinned} blocks{beside}"
+
+    def add(
+        self, name: str, seq_id: int, token_ids: list[int], context: str | bytes, beside: BlocksNeeded
+    ) -> AllocStatus:
+        """Pins the blocks of a sequence that has computed these tokens and no others, until ``remove``.
+
+        LATER if the prefix cache was reset or blocks were lost since the sequence began, NEVER if a sequence with the
+        demand ``beside`` would not fit beside the pinned blocks; nothing is pinned then.
+        """
+        chain = self._prefixes.chain(token_ids, context)
+        chain.extend(token_ids, -(-len(token_ids) // chain.block_size))  # with the last block, even if partly filled
+        may_register = self._prefixes.may_register(seq_id)
+        if not (may_register and all(group.can_pin(chain, seq_id, len(token_ids)) for group in self._groups)):
+            return AllocStatus.LATER
+        if name in self._blocks:
+            raise ValueError(f"a prefix {name!r} is pinned already")
+        self._blocks[name] = [group.pin(chain, seq_id, token_ids) for group in self._groups]
+        if all(group.could_hold(beside, num_seqs=1) for group in self._groups):
+            return AllocStatus.OK
+        self.remove(name)
+        return AllocStatus.NEVER
+
+    def remove(self, name: str) -> None:
+        for group, blocks in zip(self._groups, self._blocks.pop(name, ()), strict=False):
+            group.cache.on_device.unpin(blocks)
+
+    def clear(self) -> None:
+        for name in list(self._blocks):
+            self.remove(name)
 
 
 class Release:
-    """Counts the references that some sequences hold, as if they were dropped; nothing is changed.
-
-    Invariant: ``counts`` are the device blocks, by KV group, to which nothing else refers: neither tables of other
-    sequences nor pins.
-    """
+    """Counts blocks that would be available if some sequences gave up their references; nothing is changed."""
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         self._groups = groups
         #: By block, whose ids are unique across the groups.
         self.references: dict[int, int] = {}
+        #: By KV group: device blocks without any other reference, of tables or of pins.
         self.counts = [0] * len(groups)
 
-    def add(self, seq_ids: Iterable[int]) -> None:
-        """Drops the references of these sequences."""
-        self._count(seq_ids, 1)
-
-    def discard(self, seq_ids: Iterable[int]) -> None:
-        """Takes ``add`` back."""
-        self._count(seq_ids, -1)
-
-    def _count(self, seq_ids: Iterable[int], sign: int) -> None:
+    def add(self, seq_ids: Iterable[int], sign: int = 1) -> None:
+        """Drops the references of these sequences; takes that back if ``sign`` is -1."""
         references = self.references
         for seq_id in seq_ids:
             for number, group in enumerate(self._groups):

@@ -1,4 +1,4 @@
-"""The blocks of all pools as somebody who watches the engine sees them: who has which, in runs or in bins."""
+"""The blocks of all pools for ``octavo`` viewers: which sequence has which block, in runs or in bins."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ Holder = tuple[int, int]
 
 
 def block_maps(blocks: BlockManager, holders: Iterable[Holder]) -> list[BlockMap]:
-    """The device pool of each KV group, and its host pool if it has blocks.
-
-    ``holders``: those that may hold blocks, in an order in which the first of several is named as a block's owner.
-    Takes some milliseconds for 300,000 blocks.
-    """
+    """The device pool of each KV group, and its host pool if it has blocks; the first of ``holders`` owns a block."""
     holders = list(holders)
     maps = []
     for group in blocks.groups:
@@ -46,10 +42,10 @@ def _fill(shown: BlockMap, tables: BlockTables, holders: list[Holder]) -> BlockM
 
 
 def _states(pool: BlockPool) -> tuple[np.ndarray, np.ndarray]:
-    """``BlockState`` of each block, int8, and the references to it, int32: [blocks]."""
+    """``BlockState`` of each block, int8, and its references, int32: [blocks]."""
     counts, kept = pool.references_and_kept()
     references = np.frombuffer(counts, np.intc)
-    # As numbers of ``BlockState``: 0 and 1 without references, as the content is kept or not; 2 with one, 3 with more.
+    # Numbers of ``BlockState``: without references 1 if the content is kept, else 0; 2 with one reference, 3 with more.
     states = np.minimum(references, 2).astype(np.int8) + (references > 0)
     np.copyto(states, np.frombuffer(kept, np.int8), where=references == 0)
     states[np.array(pool.pinned, np.int64) - pool.first] = BlockState.PINNED
@@ -67,7 +63,7 @@ def _runs(
         table = tables.by_id.get(seq_id)
         if not table:
             continue
-        # What sequences share is the beginning of their tables: from the end on, up to a block that another has.
+        # Sequences share the beginning of their tables: from the end back to a block that another has.
         start = len(table)
         while start and table[start - 1] != NO_BLOCK and not taken[table[start - 1] - first]:
             start -= 1

@@ -1,4 +1,4 @@
-"""One pool of KV cache blocks, on the device or the host: reference counts, free list, LRU of cached blocks."""
+"""A pool of KV cache blocks, on the device or the host (vLLM's ``BlockPool``), and the block tables over it."""
 
 from __future__ import annotations
 
@@ -8,58 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from octavo.core.garbage import exclude_from_gc
 
-# An order of blocks in which every operation takes constant time.
-
-_ABSENT = -1
-
-
-class BlockOrder:
-    """Some of the blocks ``first .. first + num_blocks - 1``, in the order in which they were appended.
-
-    A doubly linked list in two arrays. An ``OrderedDict`` would do, but for the moments at which it grows: 9 ms with
-    90,000 blocks, and again and again as blocks come and go.
-    """
-
-    __slots__ = ("_after", "_before", "_end", "_length")
-
-    def __init__(self, num_blocks: int, first: int) -> None:
-        # The entry after those of the blocks stands for both ends.
-        self._end = end = first + num_blocks
-        self._after = exclude_from_gc([_ABSENT] * end + [end])
-        self._before = exclude_from_gc([_ABSENT] * end + [end])
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __contains__(self, block: int) -> bool:
-        return self._after[block] != _ABSENT
-
-    @property
-    def oldest(self) -> int:
-        """The block that was appended the longest time ago; there must be one."""
-        return self._after[self._end]
-
-    def extend(self, blocks: Iterable[int]) -> None:
-        """Appends blocks that are not in the order."""
-        after, before, end = self._after, self._before, self._end
-        last = before[end]
-        for block in blocks:
-            after[last] = block
-            before[block] = last
-            last = block
-            self._length += 1
-        after[last] = end
-        before[end] = last
-
-    def remove(self, block: int) -> None:
-        """Removes a block that is in the order."""
-        after, before = self._after, self._before
-        following, preceding = after[block], before[block]
-        after[preceding], before[following] = following, preceding
-        after[block] = before[block] = _ABSENT
-        self._length -= 1
-
 
 class OutOfBlocksError(Exception):
     """More blocks were requested than are available; the caller must check first."""
@@ -68,32 +16,29 @@ class OutOfBlocksError(Exception):
 class BlockPool:
     """Owns the ids ``first .. first + num_blocks - 1``.
 
-    Invariant: a block is pinned (whoever else refers to it), or used (it has references), cached (no references, but
+    Invariant: a block is pinned (whatever else refers to it), or used (it has references), cached (no references, but
     the prefix cache keeps its content), or free (neither), so used + free + cached + pinned = all.
     """
 
     def __init__(self, num_blocks: int, first: int = 0) -> None:
-        self.num_blocks = num_blocks
-        self.first = first
+        self.num_blocks, self.first = num_blocks, first
         # A stack: the block freed last is likely in the processor's cache, and pages never written stay unmapped.
         self._free = exclude_from_gc(list(range(first + num_blocks - 1, first - 1, -1)))
         #: Reference counts by id; the entries before ``first`` are not used. An array, as views of the pool copy it.
         self._references = array("i", bytes(array("i").itemsize * (first + num_blocks)))
         #: Whether the prefix cache keeps a block's content, by id.
         self._kept = bytearray(first + num_blocks)
-        #: How often a block is pinned; each pin is a reference, too.
+        #: Pins by block; each is a reference, too.
         self._pins: dict[int, int] = {}
         #: Kept blocks without references, least recently used first.
         self._cached = BlockOrder(num_blocks, first)
 
     @property
     def num_free(self) -> int:
-        """Blocks without references whose content is not kept."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks without references whose content is kept."""
         return len(self._cached)
 
     @property
@@ -103,7 +48,6 @@ class BlockPool:
 
     @property
     def num_pinned(self) -> int:
-        """Blocks that are pinned, with or without other references."""
         return len(self._pins)
 
     @property
@@ -112,11 +56,7 @@ class BlockPool:
         return self.num_blocks - len(self._free) - len(self._cached) - len(self._pins)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes ``count`` free blocks, each with one reference.
-
-        Raises:
-            OutOfBlocksError: fewer are free; nothing was taken.
-        """
+        """Takes ``count`` free blocks, each with one reference."""
         free = self._free
         if count > len(free):
             raise OutOfBlocksError(f"{count} blocks asked for, {len(free)} free of {self.num_blocks}")
@@ -136,7 +76,7 @@ class BlockPool:
             references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops a reference from each; kept blocks without references are cached, evicted from the last one on."""
+        """Drops a reference from each; kept blocks without references are cached, and evicted from the last one on."""
         references, kept = self._references, self._kept
         cached: list[int] = []
         for block in reversed(blocks):
@@ -150,25 +90,21 @@ class BlockPool:
             self._cached.extend(cached)
 
     def references(self, block: int) -> int:
-        """References to this block."""
         return self._references[block]
 
     def references_and_kept(self) -> tuple[array[int], bytes]:
-        """Of each block, in order: references to it (C ints), and whether its content is kept (0 or 1). Copies."""
+        """Copies of the reference counts (C ints), and of the marks of kept content (0 or 1), by block."""
         return self._references[self.first :], bytes(self._kept[self.first :])
 
     def is_private(self, block: int) -> bool:
         """Whether the block may be written: it has one reference and is not kept."""
         return self._references[block] == 1 and not self._kept[block]
 
-    # --- kept content -----------------------------------------------------------------------------------------------
-
     def is_kept(self, block: int) -> bool:
-        """Whether the prefix cache keeps its content, which must not change then."""
         return bool(self._kept[block])
 
     def keep(self, block: int) -> bool:
-        """Marks a used block as kept; False if it is already."""
+        """Marks a used block as kept by the prefix cache, so that it must not change; False if it is already."""
         if self._kept[block]:
             return False
         if self._references[block] == 0:
@@ -184,13 +120,12 @@ class BlockPool:
             self._free.append(block)
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Makes these kept blocks unavailable, whatever else refers to them, until they are unpinned as often."""
+        """Makes these kept blocks unavailable until they are unpinned as often."""
         for block in blocks:
             self.share((block,))
             self._pins[block] = self._pins.get(block, 0) + 1
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        """Ends one ``pin`` of each."""
         for block in blocks:
             self._pins[block] -= 1
             if not self._pins[block]:
@@ -198,16 +133,13 @@ class BlockPool:
         self.release(blocks)
 
     def is_pinned(self, block: int) -> bool:
-        """Whether the block is pinned."""
         return block in self._pins
 
     @property
     def pinned(self) -> list[int]:
-        """The blocks that are pinned."""
         return list(self._pins)
 
     def least_recently_used(self) -> int:
-        """The cached block that was used the longest time ago."""
         return self._cached.oldest
 
     def touch(self, block: int) -> None:
@@ -217,14 +149,56 @@ class BlockPool:
             self._cached.extend((block,))
 
 
-# Block tables over one pool, of the device or of the host.
+_ABSENT = -1
 
-#: Entry of a table for a block that was freed because it is outside the window; so are all blocks before it.
+
+class BlockOrder:
+    """Blocks as a doubly linked list in two arrays: an ``OrderedDict`` takes 9 ms when it grows at 90,000 blocks."""
+
+    __slots__ = ("_after", "_before", "_end", "_length")
+
+    def __init__(self, num_blocks: int, first: int) -> None:
+        # The entry behind the blocks is both ends.
+        self._end = end = first + num_blocks
+        self._after = exclude_from_gc([_ABSENT] * end + [end])
+        self._before = exclude_from_gc([_ABSENT] * end + [end])
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, block: int) -> bool:
+        return self._after[block] != _ABSENT
+
+    @property
+    def oldest(self) -> int:
+        return self._after[self._end]
+
+    def extend(self, blocks: Iterable[int]) -> None:
+        after, before, end = self._after, self._before, self._end
+        last = before[end]
+        for block in blocks:
+            after[last] = block
+            before[block] = last
+            last = block
+            self._length += 1
+        after[last] = end
+        before[end] = last
+
+    def remove(self, block: int) -> None:
+        after, before = self._after, self._before
+        following, preceding = after[block], before[block]
+        after[preceding], before[following] = following, preceding
+        after[block] = before[block] = _ABSENT
+        self._length -= 1
+
+
+#: Table entry of a block that was freed as it is outside the window; so are all blocks before it.
 NO_BLOCK = -1
 
 
 def num_freed(table: list[int]) -> int:
-    """How many ``NO_BLOCK`` entries the table begins with."""
+    """Leading ``NO_BLOCK`` entries."""
     if not table or table[0] != NO_BLOCK:
         return 0
     return bisect_left(table, True, key=lambda block: block != NO_BLOCK)
@@ -244,26 +218,21 @@ class BlockTables:
         self.by_id: dict[int, list[int]] = {}
 
     def free(self, seq_id: int) -> None:
-        """Frees all blocks of a sequence; nothing happens if it has none."""
         blocks = self.by_id.pop(seq_id, None)
         if blocks is not None:
             self.pool.release(held_blocks(blocks))
 
     def present(self, seq_ids: Iterable[int]) -> list[int]:
-        """The sequences that have a table here."""
         return [seq_id for seq_id in seq_ids if seq_id in self.by_id]
 
     def distinct_blocks(self, seq_ids: Iterable[int]) -> list[int]:
-        """The blocks of these sequences, each once, in order."""
         tables = (self.by_id[seq_id] for seq_id in seq_ids if seq_id in self.by_id)
         return list(dict.fromkeys(block for table in tables for block in held_blocks(table)))
 
     def common_prefixes(self, seq_ids: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """For each sequence: the position of the first that has its longest common beginning of blocks, and how many.
+        """For each sequence: the earlier one with the longest common beginning of blocks, and its length; or itself, 0.
 
-        That is one before it, or itself with 0 blocks where none has a block in common with it. The tables are those of
-        forks, which are equal up to a block and have none in common from there on. A few look-ups for each sequence
-        find that block, and each distinct block is visited once, however many share it.
+        The tables are those of forks: equal up to a block, which a binary search finds.
         """
         owners: dict[int, int] = {NO_BLOCK: -1}
         for position, seq_id in enumerate(seq_ids):
@@ -276,8 +245,7 @@ class BlockTables:
     def move_to(self, other: BlockTables, seq_ids: list[int], targets: dict[int, int]) -> None:
         """Moves the tables of these sequences to ``other``.
 
-        ``targets`` maps each block to a newly allocated one of the other pool; the reference from that allocation is
-        dropped here, as the tables have references of their own.
+        ``targets`` maps each block to a newly allocated one, whose reference from the allocation is dropped here.
         """
         for seq_id in seq_ids:
             table = self.by_id.pop(seq_id)

@@ -1,4 +1,4 @@
-"""The blocks of one KV group: growing block tables, copy-on-write, and swapping."""
+"""The blocks of one KV group: block tables that grow, copy-on-write, and swapping."""
 
 from __future__ import annotations
 
@@ -19,84 +19,6 @@ if TYPE_CHECKING:
     from octavo.memory.prefix_cache import PrefixChain
 
 
-# The block moves of the step that is being planned.
-
-
-class Moves(NamedTuple):
-    """Block moves that workers do before they compute, in this order; pairs as in ``StepPlan``."""
-
-    #: (device block, host block).
-    swap_out: list[tuple[int, int]]
-    #: (host block, device block).
-    swap_in: list[tuple[int, int]]
-    #: (source, target), both on the device.
-    copy: list[tuple[int, int]]
-
-
-class PendingMoves:
-    """Collects the block moves of one step and prevents conflicts between them.
-
-    All swaps out are done before all swaps in, these before all copies, and these before the step writes KV entries.
-    So a device block that is swapped out can be allocated again at once. Every other source or target has a reference
-    (a *pin*) until ``take`` and cannot be allocated before. Hence no block is the target of two moves, and no source
-    is overwritten before it is read.
-    """
-
-    def __init__(self, device: BlockPool, host: BlockPool) -> None:
-        self._device = device
-        self._host = host
-        self._moves = Moves([], [], [])
-        #: Pins of device blocks.
-        self._pins: dict[int, int] = {}
-        #: Device blocks that are the target of a move; the source, if it is a copy.
-        self._targets: dict[int, int | None] = {}
-
-    def pins(self, block: int) -> int:
-        """References to a device block that moves hold."""
-        return self._pins.get(block, 0)
-
-    def is_target(self, block: int) -> bool:
-        """Whether a move of this step writes this device block, which therefore cannot be swapped out in this step."""
-        return block in self._targets
-
-    def swap_out(self, device_block: int, host_block: int) -> None:
-        """Device to host."""
-        self._moves.swap_out.append((device_block, host_block))
-        self._host.share((host_block,))
-
-    def swap_in(self, host_block: int, device_block: int) -> None:
-        """Host to device."""
-        self._moves.swap_in.append((host_block, device_block))
-        self._host.share((host_block,))
-        self._pin(device_block)
-        self._targets[device_block] = None
-
-    def copy(self, source: int, target: int) -> None:
-        """Device to device. A copy of a copy is made from the original, as all copies are done at once."""
-        origin = self._targets.get(source)
-        source = source if origin is None else origin
-        self._moves.copy.append((source, target))
-        self._pin(source)
-        self._pin(target)
-        self._targets[target] = source
-
-    def _pin(self, block: int) -> None:
-        self._device.share((block,))
-        self._pins[block] = self._pins.get(block, 0) + 1
-
-    def take(self) -> Moves:
-        """Returns the moves of this step and drops all pins."""
-        moves = self._moves
-        if moves.swap_out or moves.swap_in or moves.copy:
-            self._moves = Moves([], [], [])
-            self._host.release([host for _, host in moves.swap_out])
-            self._host.release([host for host, _ in moves.swap_in])
-            self._device.release([block for block, count in self._pins.items() for _ in range(count)])
-            self._pins.clear()
-            self._targets.clear()
-        return moves
-
-
 _NO_BLOCKS: list[int] = []
 
 #: Sequence id, tokens computed, tokens to hold.
@@ -104,7 +26,7 @@ Write = tuple[int, int, int]
 
 
 class AllocStatus(enum.Enum):
-    """Whether a sequence can be allocated now, later, or never because all blocks together are too few."""
+    """Whether sequences can be admitted now, later, or never because all blocks together are too few."""
 
     OK = "ok"
     LATER = "later"
@@ -113,24 +35,22 @@ class AllocStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlocksNeeded:
-    """Blocks that sequences will need until their tokens are computed; demands can be added."""
+    """Blocks that sequences will need until their tokens are computed."""
 
-    #: Of each group, if it kept all tokens.
+    #: In a group that keeps all tokens.
     blocks: int = 0
-    #: By group, until the windows of these sequences are full, without a chunk; ``blocks`` where all is kept, or where
-    #: that is less. Empty if no group has a window.
+    #: By group, until the windows of these sequences are full, without a chunk, at most ``blocks``, as in a group
+    #: without a window. Empty if no group has a window.
     windows: tuple[int, ...] = ()
-    #: By group, blocks that are needed in any case; empty: none.
+    #: By group, blocks that are needed in any case.
     exact: tuple[int, ...] = ()
 
     def __add__(self, other: BlocksNeeded) -> BlocksNeeded:
-        """What both need together."""
         return BlocksNeeded(
             self.blocks + other.blocks, _sums(self.windows, other.windows), _sums(self.exact, other.exact)
         )
 
     def __sub__(self, other: BlocksNeeded) -> BlocksNeeded:
-        """What is left of a sum without one of its parts."""
         windows, exact = (tuple(-count for count in counts) for counts in (other.windows, other.exact))
         return self + BlocksNeeded(-other.blocks, windows, exact)
 
@@ -142,13 +62,11 @@ def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
 class KVGroup:
     """Owns the pools of one group of layers with equal KV entries, the block tables over them and their prefix cache.
 
-    A table has an entry for every ``block_size`` positions. In a group with an attention window, blocks that no later
-    token reads are freed and their entries become ``NO_BLOCK``, so tables of all groups are indexed and grow alike.
+    In a group with an attention window, blocks that no later token reads are freed and their entries become
+    ``NO_BLOCK``, so tables of all groups are indexed and grow alike.
 
-    Invariants: a sequence has its table on the device or on the host, not both. The block that the next token of a
-    sequence is written into is in one table only and not in the prefix cache. In both pools used + free + cached +
-    pinned = all blocks; references are held by tables, by pins and, until ``PendingMoves.take``, by the moves of the
-    step.
+    Invariants: a sequence has its table on the device or on the host, not both. The block that its next token is
+    written into is in one table only and not in the prefix cache. Tables, pins and pending moves hold references.
     """
 
     def __init__(
@@ -164,52 +82,43 @@ class KVGroup:
         max_num_batched_tokens: int = 0,
         cuts_prompts: bool = True,
     ) -> None:
-        """Creates the pools; ``block_size`` in tokens, ``first_block`` and ``first_host_block`` the first ids.
-
-        The others as for ``BlockManager``.
-        """
-        self.number = number
-        self.block_size = block_size
-        self.block_bytes = blocks.block_bytes
-        self.window = blocks.window
-        #: Blocks of one sequence's window; see ``window_blocks``.
+        """``first_block`` and ``first_host_block`` are the first ids; the rest as in ``BlockManager``."""
+        self.number, self.block_size = number, block_size
+        self.block_bytes, self.window = blocks.block_bytes, blocks.window
+        #: Blocks of one sequence's window.
         self.window_blocks = 0 if blocks.window is None else window_blocks(blocks.window, block_size)
         self.watermark_blocks = math.ceil(watermark * blocks.num_blocks)
         self.device = BlockPool(blocks.num_blocks, first_block)
         self.host = BlockPool(blocks.num_host_blocks, first_host_block)
         self.moves = PendingMoves(self.device, self.host)
         self.cache = PrefixCache(self.device, self.host, self.moves, self.window, host_cache=host_cache)
-        self.on_device = BlockTables(self.device)
-        self.on_host = BlockTables(self.host)
+        self.on_device, self.on_host = BlockTables(self.device), BlockTables(self.host)
         self.tables = self.on_device.by_id
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._cuts_prompts = cuts_prompts
+        self._max_num_batched_tokens, self._cuts_prompts = max_num_batched_tokens, cuts_prompts
 
     def state(self) -> GroupState:
-        """Its blocks now."""
         device = self.device
         counts = device.num_used, device.num_cached, device.num_free, device.num_pinned, self.host.num_used
         return GroupState(self.window, *counts)
 
     @property
     def max_window_seqs(self) -> int:
-        """Sequences that always have enough blocks, whatever their lengths, as each needs no more than its window."""
+        """Sequences that always have enough blocks, whatever their lengths: each needs no more than its window."""
         if self.window is None:
             return 0
         return max_window_seqs(self.num_unpinned, self.window, self.block_size, self._max_num_batched_tokens)
 
     @property
     def num_unpinned(self) -> int:
-        """Device blocks that sequences can have."""
         return self.device.num_blocks - self.device.num_pinned
 
     def chunk_blocks(self, windows: int) -> int:
-        """Blocks that tokens in flight may take beside so many blocks of windows."""
+        """Blocks that tokens in flight may take beside ``windows`` blocks of windows."""
         chunk = -(-self._max_num_batched_tokens // self.block_size)
         return max(1, min(chunk, self.num_unpinned - windows)) if self._cuts_prompts else chunk
 
     def until_full(self, num_seqs: int, seq_ids: Sequence[int]) -> int:
-        """Blocks that so many sequences may still need until each has those of its window; some may hold blocks."""
+        """Blocks that ``num_seqs`` sequences may still need to fill their windows; ``seq_ids`` may hold blocks."""
         return num_seqs * self.window_blocks - sum(min(self.num_held(seq_id), self.window_blocks) for seq_id in seq_ids)
 
     def needed(self, demand: BlocksNeeded) -> int:
@@ -221,28 +130,25 @@ class KVGroup:
         return needed + (demand.exact[self.number] if demand.exact else 0)
 
     def could_hold(self, demand: BlocksNeeded, num_seqs: int) -> bool:
-        """As ``has_room``, if nothing else held a block."""
+        """``has_room`` if nothing else held a block."""
         return self.needed(demand) <= self.num_unpinned or num_seqs <= self.max_window_seqs
 
     def has_room(self, demand: BlocksNeeded, num_seqs: int, beside: int = 0) -> bool:
-        """Whether the blocks and ``beside`` more are available, or the windows of ``num_seqs`` sequences always are."""
+        """Whether these blocks and ``beside`` more are available, or the windows of ``num_seqs`` always are."""
         return self.needed(demand) + beside <= self.device.num_available or num_seqs <= self.max_window_seqs
 
-    # --- growth -----------------------------------------------------------------------------------------------------
-
     def can_grow(self, writes: list[Write]) -> bool:
-        """Whether ``grow`` has enough blocks available."""
         demand, avoidable_copies = self.demand(writes)
         return demand - avoidable_copies <= self.device.num_available
 
     def grow(self, writes: list[Write]) -> list[TableChange] | None:
-        """``BlockManager.grow`` for this group."""
         demand, avoidable_copies = self.demand(writes)
         if not demand:
             return []
-        if demand - avoidable_copies > self.device.num_available:
+        device = self.device
+        if demand - avoidable_copies > device.num_available:
             return None
-        new_blocks = self.cache.allocate(min(demand, self.device.num_available))
+        new_blocks = self.cache.allocate(min(demand, device.num_available))
         copies_to_avoid = demand - len(new_blocks)
         size, tables, changes = self.block_size, self.tables, []
         for seq_id, num_computed, num_tokens in writes:
@@ -251,13 +157,17 @@ class KVGroup:
                 table = self.new_table(seq_id)
             changed = held = len(table)
             index = num_computed // size
-            if index < held and not self._may_write(table[index]):
-                if copies_to_avoid and self._num_tables_with(table[index]) == 1:
-                    self.cache.on_device.forget(table[index])
-                    copies_to_avoid -= 1
-                else:
-                    self._copy_block(table, index, new_blocks.pop())
-                    changed = index
+            if index < held:
+                block, num_tables = table[index], self._num_tables_with(table[index])
+                if num_tables > 1 or device.is_kept(block):  # copy-on-write
+                    if copies_to_avoid and num_tables == 1:
+                        self.cache.on_device.forget(block)
+                        copies_to_avoid -= 1
+                    else:
+                        table[index] = new_blocks.pop()
+                        self.moves.copy(block, table[index])
+                        device.release((block,))
+                        changed = index
             for _ in range(held * size, num_tokens, size):
                 table.append(new_blocks.pop())
             if changed < len(table):
@@ -265,7 +175,7 @@ class KVGroup:
         return changes
 
     def demand(self, writes: list[Write]) -> tuple[int, int]:
-        """Blocks that the writes need, and how many of these are copies that dropping cached content avoids."""
+        """Blocks that the writes need, and the copies among them that dropping cached content avoids."""
         size, tables, is_private = self.block_size, self.tables, self.device.is_private
         demand = avoidable_copies = 0
         sharers_left: dict[int, int] = {}
@@ -300,23 +210,7 @@ class KVGroup:
     def _num_tables_with(self, block: int) -> int:
         return self.device.references(block) - self.moves.pins(block)
 
-    def _may_write(self, block: int) -> bool:
-        return not self.device.is_kept(block) and self._num_tables_with(block) == 1
-
-    def _copy_block(self, table: list[int], index: int, target: int) -> None:
-        source = table[index]
-        self.moves.copy(source, target)
-        self.device.release((source,))
-        table[index] = target
-
-    # --- tables -----------------------------------------------------------------------------------------------------
-
     def new_table(self, seq_id: int) -> list[int]:
-        """A new, empty table on the device.
-
-        Raises:
-            ValueError: the sequence has a table.
-        """
         if seq_id in self.tables or seq_id in self.on_host.by_id:
             raise ValueError(f"sequence {seq_id} holds blocks already; free it first")
         table: list[int] = exclude_from_gc([])
@@ -330,7 +224,6 @@ class KVGroup:
         return [self.device.first] * freed + table[freed:]
 
     def num_held(self, seq_id: int) -> int:
-        """Blocks of a sequence on the device."""
         table = self.tables.get(seq_id, _NO_BLOCKS)
         return len(table) - num_freed(table)
 
@@ -340,31 +233,24 @@ class KVGroup:
         return start >= num_blocks or self.tables[seq_id][start] != NO_BLOCK
 
     def share(self, parent_id: int, child_id: int, num_blocks: int) -> None:
-        """Shares the first ``num_blocks`` blocks of a sequence with a new one."""
         table = self.new_table(child_id)
         table.extend(self.tables[parent_id][:num_blocks])
         self.device.share(held_blocks(table))
 
     def shrink(self, seq_id: int, num_tokens: int) -> None:
-        """``BlockManager.shrink`` for this group."""
         table, kept = self.tables[seq_id], -(-num_tokens // self.block_size)
         if len(table) > kept:
             self.device.release(table[kept:])
             del table[kept:]
 
-    def free(self, seq_id: int) -> None:
-        """Frees all blocks of a sequence, on the device or the host."""
-        self.on_device.free(seq_id)
-        self.on_host.free(seq_id)
-
     def can_pin(self, chain: PrefixChain, seq_id: int, num_tokens: int) -> bool:
-        """Whether the sequence still has the blocks that ``pin`` pins, or the prefix cache those outside its window."""
+        """Whether the sequence still has the blocks to pin, or the prefix cache has those outside its window."""
         table = self.tables[seq_id]
         find = self.cache.on_device.find
         return all(table[i] != NO_BLOCK or find(chain.digests[i + 1]) for i in self._pinned(chain, num_tokens))
 
     def pin(self, chain: PrefixChain, seq_id: int, token_ids: list[int]) -> list[int]:
-        """Pins in the prefix cache what tokens after the full ones of the sequence's blocks read; returns them."""
+        """Pins in the prefix cache the blocks that a token after these reads; returns them."""
         table, size = self.tables[seq_id], self.block_size
         return [
             self.cache.pin(chain, index, table[index], chain.content(token_ids, index * size, index * size + size))
@@ -372,19 +258,15 @@ class KVGroup:
         ]
 
     def _pinned(self, chain: PrefixChain, num_tokens: int) -> range:
-        # A look-up finds the full blocks first, and then the one after them: it needs the window at their end.
+        # A look-up matches the full blocks first, and then the block after them: it needs the window at their end.
         full = num_tokens // self.block_size * self.block_size
         return range(first_block_read(full, self.window, self.block_size), len(chain))
 
-    # --- swapping ---------------------------------------------------------------------------------------------------
-
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
-        """Whether enough host blocks are available, and no block is the target of a move of this step."""
         blocks = self.on_device.distinct_blocks(seq_ids)
         return len(blocks) <= self.host.num_available and not any(map(self.moves.is_target, blocks))
 
     def swap_out(self, seq_ids: Sequence[int]) -> None:
-        """Moves all blocks of these sequences to the host, shared blocks once."""
         present = self.on_device.present(seq_ids)
         blocks = self.on_device.distinct_blocks(present)
         targets = dict(zip(blocks, self.cache.allocate_on_host(len(blocks)), strict=True))
@@ -392,14 +274,75 @@ class KVGroup:
             self.moves.swap_out(block, target)
         self.on_device.move_to(self.on_host, present, targets)
 
-    def can_swap_in(self, seq_ids: Sequence[int]) -> bool:
-        """Whether enough device blocks are available."""
-        return len(self.on_host.distinct_blocks(seq_ids)) <= self.device.num_available
-
     def swap_in(self, seq_ids: list[int]) -> None:
-        """Moves all blocks of these swapped sequences into new device blocks, shared blocks once."""
         blocks = self.on_host.distinct_blocks(seq_ids)
         targets = dict(zip(blocks, self.cache.allocate(len(blocks)), strict=True))
         for block, target in targets.items():
             self.moves.swap_in(block, target)
         self.on_host.move_to(self.on_device, seq_ids, targets)
+
+
+class Moves(NamedTuple):
+    """Block moves of a step, which workers do before they compute, in this order."""
+
+    swap_out: list[tuple[int, int]]  # (device block, host block)
+    swap_in: list[tuple[int, int]]  # (host block, device block)
+    copy: list[tuple[int, int]]  # (source, target), both on the device
+
+
+class PendingMoves:
+    """Collects the block moves of the step that is planned, and prevents conflicts between them.
+
+    All swaps out are done before all swaps in, these before all copies, and these before the step writes KV entries. So
+    a device block that is swapped out can be allocated again at once. Every other source or target has a reference (a
+    *pin*) until ``take``: no block is the target of two moves, no source is overwritten before it is read.
+    """
+
+    def __init__(self, device: BlockPool, host: BlockPool) -> None:
+        self._device, self._host = device, host
+        self._moves = Moves([], [], [])
+        #: Pins of device blocks.
+        self._pins: dict[int, int] = {}
+        #: By device block that is the target of a move: the source of a copy, None for a swap.
+        self._targets: dict[int, int | None] = {}
+
+    def pins(self, block: int) -> int:
+        return self._pins.get(block, 0)
+
+    def is_target(self, block: int) -> bool:
+        """Whether a move of this step writes this device block: then it cannot be swapped out in this step."""
+        return block in self._targets
+
+    def swap_out(self, device_block: int, host_block: int) -> None:
+        self._moves.swap_out.append((device_block, host_block))
+        self._host.share((host_block,))
+
+    def swap_in(self, host_block: int, device_block: int) -> None:
+        self._moves.swap_in.append((host_block, device_block))
+        self._host.share((host_block,))
+        self._pin(device_block)
+        self._targets[device_block] = None
+
+    def copy(self, source: int, target: int) -> None:
+        """A copy of a copy is made from the original, as all copies are done at once."""
+        origin = self._targets.get(source)
+        source = source if origin is None else origin
+        self._moves.copy.append((source, target))
+        self._pin(source)
+        self._pin(target)
+        self._targets[target] = source
+
+    def _pin(self, block: int) -> None:
+        self._device.share((block,))
+        self._pins[block] = self._pins.get(block, 0) + 1
+
+    def take(self) -> Moves:
+        moves = self._moves
+        if moves.swap_out or moves.swap_in or moves.copy:
+            self._moves = Moves([], [], [])
+            self._host.release([host for _, host in moves.swap_out])
+            self._host.release([host for host, _ in moves.swap_in])
+            self._device.release([block for block, count in self._pins.items() for _ in range(count)])
+            self._pins.clear()
+            self._targets.clear()
+        return moves

@@ -1,4 +1,4 @@
-"""The prefix cache: blocks are kept after their sequence ends, and reused by sequences with the same prefix."""
+"""The prefix cache (automatic prefix caching): full blocks outlive their sequence and serve later ones."""
 
 from __future__ import annotations
 
@@ -24,184 +24,383 @@ if TYPE_CHECKING:
     from octavo.memory.kv_group import KVGroup, PendingMoves
 
 
-# Digests of full blocks, chained so that a block's digest covers all content before it.
+NO_REFERENCES: Mapping[int, int] = MappingProxyType({})
 
-#: A hash of 16 bytes, of nothing: a copy of it is made in less time than another one.
-_EMPTY = blake2b(digest_size=16)
-#: Values for the positions of a block; ``positions`` takes them apart.
-Content = bytes | tuple[object, ...]
+#: ``_Registration.count`` of a sequence whose blocks must not be registered.
+_NEVER = sys.maxsize
 
 
-class FeatureSpan(NamedTuple):
-    """Placeholder tokens whose embeddings come from another input, such as an image or audio."""
+class _Registration(msgspec.Struct, gc=False):
+    """The digests of a sequence's full blocks, and the number of these blocks that were registered."""
 
-    offset: int
-    length: int
-    #: Identifies the input's content and everything else that its embeddings depend on.
-    key: bytes
-
-    @property
-    def end(self) -> int:
-        """The position after its last token."""
-        return self.offset + self.length
+    chain: PrefixChain
+    count: int
 
 
-class PrefixChain:
-    """The digests of a token sequence's full blocks.
+class SequencePrefixes:
+    """The prefix cache as the scheduler sees it: matches new sequences, registers the full blocks of running ones.
 
-    ``digests[0]`` is that of the empty prefix and depends on the context alone: what all KV entries depend on, such as
-    a salt and an adapter (the caller joins several parts unambiguously). ``digests[i + 1]`` is that of block ``i``,
-    computed from its tokens, their features, and ``digests[i]``, that of its parent. The hash is cryptographic, so a
-    prompt cannot be crafted to hit blocks of other content.
+    ``match`` (vLLM: ``get_computed_blocks``) looks up, ``adopt`` makes the hits the table of a new sequence, and
+    ``register`` adds blocks once they are computed. Without prefix caching nothing is matched or registered.
     """
 
-    __slots__ = ("block_size", "digests", "features")
+    def __init__(self, groups: Sequence[KVGroup], block_size: int, *, enabled: bool) -> None:
+        self._groups, self._block_size = groups, block_size
+        self.enabled = enabled and bool(groups)  # an encoder has no KV groups
+        self._registrations: dict[int, _Registration] = {}
+        #: Tokens of all sequences passed to ``adopt``, and the cached ones among them.
+        self.cached_queries = self.cached_hits = 0
 
-    def __init__(self, context: str | bytes, block_size: int, features: Sequence[FeatureSpan] = ()) -> None:
-        """``features`` are sorted by offset and do not overlap."""
-        self.block_size = block_size
-        self.features = features
-        name = context if isinstance(context, bytes) else context.encode("utf-8", "surrogatepass")
-        self.digests = exclude_from_gc([_digest(name)])
-
-    def __len__(self) -> int:
-        """Blocks with a digest."""
-        return len(self.digests) - 1
-
-    def extend(self, token_ids: list[int], num_blocks: int) -> None:
-        """Computes the digests of the first ``num_blocks`` blocks; one hash for each that has none yet.
-
-        The last one may be partly filled, of tokens without features: fewer bytes than of any full block are hashed.
-        """
-        size = self.block_size
-        for start in range(len(self) * size, num_blocks * size, size):
-            self.add(token_ids, self.content(token_ids, start, start + size))
-
-    def add(self, token_ids: list[int], content: Content) -> None:
-        """Computes the digest of the first block that has none yet, which has this content."""
-        digests = self.digests
-        if not isinstance(content, bytes):
-            start = (len(digests) - 1) * self.block_size
-            content = _packed(token_ids[start : start + self.block_size]) + self._feature_bytes(start)
-        digests.append(_digest(digests[-1] + content))
-
-    def first(self, num_blocks: int) -> PrefixChain:
-        """A copy with at most the first ``num_blocks`` blocks."""
-        chain = PrefixChain.__new__(PrefixChain)
-        chain.block_size = self.block_size
-        chain.features = self.features
-        chain.digests = exclude_from_gc(self.digests[: num_blocks + 1])
+    def chain(self, token_ids: list[int], context: str | bytes, features: Sequence[FeatureSpan] = ()) -> PrefixChain:
+        """The digests of the full blocks of these tokens, for ``match``; empty without prefix caching."""
+        chain = PrefixChain(context, self._block_size, features)
+        if self.enabled:
+            chain.extend(token_ids, len(token_ids) // self._block_size)
         return chain
 
-    def content(self, token_ids: list[int], start: int, stop: int) -> Content:
-        """Values for positions ``start`` to ``stop`` (of one block) that compare equal where their content is equal.
+    def match(self, token_ids: list[int], chain: PrefixChain, shared: int | None = None) -> PrefixMatch:
+        """The longest cached prefix of these tokens; with windows, no longer than the ``shared`` blocks.
 
-        These are the token ids, packed where there are no features: bytes take the least memory and no time of the
-        garbage collector. A token of a feature equals only the same token of a feature with the same key.
+        These are to be shared with other sequences, whose windows a longer match would lack.
         """
-        tokens = token_ids[start:stop]
-        if not self.features:
-            return _packer(len(tokens))(*tokens)
-        content: list[object] = list(tokens)
-        for feature in self._overlapping(start, stop):
-            for position in range(max(start, feature.offset), min(stop, feature.end)):
-                content[position - start] = (
-                    token_ids[position],
-                    feature.key,
-                    feature.length,
-                    position - feature.offset,
-                )
-        return exclude_from_gc(tuple(content))
+        if not self._groups:
+            return PrefixMatch(0, len(token_ids), [], 0, chain)
+        if shared is not None and any(group.window is not None for group in self._groups):
+            token_ids = token_ids[: 1 + shared * self._block_size]
+        return find_match([group.cache for group in self._groups], token_ids, chain)
 
-    def _feature_bytes(self, start: int) -> bytes:
-        """An unambiguous encoding of the keys and positions of the features in the block that begins at ``start``."""
-        return b"".join(
-            array("q", (f.offset - start, f.length, len(f.key))).tobytes() + f.key
-            for f in self._overlapping(start, start + self.block_size)
-        )
+    def cost(self, match: PrefixMatch, released: Mapping[int, int] = NO_REFERENCES) -> int:
+        """Available blocks that ``adopt`` would use, in the group where it uses the most (``PrefixCache.cost``)."""
+        costs = (group.cache.cost(hits, released) for group, hits in zip(self._groups, match.hits, strict=True))
+        return max(costs, default=0)
 
-    def _overlapping(self, start: int, stop: int) -> Sequence[FeatureSpan]:
-        first = bisect_right(self.features, start, key=lambda f: f.end)
-        last = bisect_left(self.features, stop, lo=first, key=lambda f: f.offset)
-        return self.features[first:last]
+    def adopt(self, seq_id: int, match: PrefixMatch) -> None:
+        """Makes the matched blocks the tables of a new sequence. No block may be allocated since ``match``.
+
+        Called for an empty match too: it counts the query and keeps the digests for ``register``.
+        """
+        if not self.enabled:
+            return
+        for group, hits in zip(self._groups, match.hits, strict=True):
+            check_room(group.device, group.cache.cost(hits))
+        if match.num_tokens:
+            for group, hits in zip(self._groups, match.hits, strict=True):
+                group.new_table(seq_id).extend(group.cache.take(hits, match.num_full))
+        self.cached_queries += match.num_queried
+        self.cached_hits += match.num_tokens
+        self._registrations[seq_id] = _Registration(match.chain.first(len(match.chain)), match.num_full)
+
+    def register(
+        self,
+        seq_id: int,
+        token_ids: list[int],
+        num_computed: int,
+        context: str | bytes,
+        features: Sequence[FeatureSpan] = (),
+    ) -> None:
+        """Adds the full blocks of the first ``num_computed`` tokens, if the sequence has a table on the device.
+
+        Their KV entries must be computed by a submitted step, or moved by this one. The cost is one hash for each block
+        that is new since the last call. Content that is cached already stays in its block.
+        """
+        num_full = num_computed // self._block_size
+        if not (self.enabled and num_full and seq_id in self._groups[0].tables):
+            return
+        registration = self._registrations.get(seq_id)
+        if registration is None:
+            chain = PrefixChain(context, self._block_size, features)
+            registration = self._registrations[seq_id] = _Registration(chain, 0)
+        chain, size = registration.chain, self._block_size
+        for index in range(registration.count, num_full):
+            content = chain.content(token_ids, index * size, index * size + size)
+            if index + 1 == len(chain.digests):
+                chain.add(token_ids, content)
+            for group in self._groups:
+                block = group.tables[seq_id][index]
+                if block != NO_BLOCK:  # else it is freed already
+                    group.cache.add(chain, index, block, content)
+            registration.count = index + 1
+
+    def num_registered(self, seq_id: int) -> int:
+        registration = self._registrations.get(seq_id)
+        return registration.count if registration is not None else 0
+
+    def may_register(self, seq_id: int) -> bool:
+        """False if the cache was reset while the sequence held blocks."""
+        return self.num_registered(seq_id) != _NEVER
+
+    def fork(self, parent_id: int, child_id: int, num_blocks: int) -> None:
+        """The child shares the first ``num_blocks`` blocks, and may continue with other tokens."""
+        registration = self._registrations.get(parent_id)
+        if registration is not None and self.may_register(parent_id):
+            count = min(registration.count, num_blocks)
+            registration = _Registration(registration.chain.first(count), count)
+        if registration is not None:
+            self._registrations[child_id] = registration
+
+    def move(self, seq_ids: Iterable[int]) -> None:
+        """The sequences have other blocks with the same content, which the next ``register`` adds."""
+        for seq_id in seq_ids:
+            if seq_id in self._registrations and self.may_register(seq_id):
+                self._registrations[seq_id].count = 0
+
+    def free(self, seq_id: int) -> None:
+        self._registrations.pop(seq_id, None)
+
+    def clear(self, seq_ids: Iterable[int]) -> None:
+        """Drops all cached content that is not pinned; blocks that these sequences hold are never registered."""
+        for group in self._groups:
+            group.cache.clear()
+        if self.enabled:
+            for seq_id in seq_ids:
+                self._registrations[seq_id] = _Registration(PrefixChain("", self._block_size), _NEVER)
 
 
-def _digest(content: bytes) -> bytes:
-    blake = _EMPTY.copy()
-    blake.update(content)
-    return blake.digest()
+@dataclass(slots=True, eq=False)
+class PrefixMatch:
+    #: Cached tokens of the sequence; fewer than its ``num_queried`` tokens, so that one is left to compute.
+    num_tokens: int
+    num_queried: int
+    #: By group: the cached blocks, in order, on the device or the host; None for one that a window does not reach. The
+    #: first ``num_full`` match as a whole; one more is a partial match.
+    hits: list[list[KnownBlock | None]]
+    num_full: int
+    chain: PrefixChain
+
+    @property
+    def num_pinned(self) -> int:
+        """Pinned blocks of the first group among the full matches."""
+        hits = self.hits[0][: self.num_full] if self.hits else []  # an encoder has no KV groups
+        return sum(hit is not None and hit.pool.is_pinned(hit.block) for hit in hits)
 
 
-@cache
-def _packer(count: int) -> Callable[..., bytes]:
-    return Struct(f"{count}i").pack
+def find_match(caches: Sequence[PrefixCache], token_ids: list[int], chain: PrefixChain) -> PrefixMatch:
+    """The longest prefix of ``token_ids``, without the last token, that is cached in all groups."""
+    size, usable = chain.block_size, len(token_ids) - 1
+    hits = [caches[0].find_prefix(chain, min(usable // size, len(chain)))]
+    end = len(hits[0])
+    while len(caches) > 1:  # a shorter prefix has other blocks in its window
+        hits = [cache.find_prefix(chain, end) for cache in caches]
+        shortest = min(map(len, hits))
+        if shortest == end:
+            break
+        end = shortest
+    start = end * size
+    content = positions(chain.content(token_ids, start, min(start + size, usable)))
+    others = caches[1:]
+    partial, count = caches[0].find_partial(chain, end, content, lambda d: all(cache.find(d) for cache in others))
+    if partial is not None:
+        for group_hits, cache in zip(hits, caches, strict=True):
+            group_hits.append(cache.find(partial.digest))
+    return PrefixMatch(start + count, len(token_ids), hits, end, chain)
 
 
-def _packed(token_ids: list[int]) -> bytes:
-    """4 bytes for each token."""
-    return _packer(len(token_ids))(*token_ids)
+#: Evicted blocks in ``PrefixCache.last_evicted``.
+_LAST_EVICTED = 64
 
 
-def positions(content: Content) -> Sequence[object]:
-    """The values of each position."""
-    return memoryview(content).cast("i") if isinstance(content, bytes) else content
+def first_block_read(num_computed: int, window: int | None, block_size: int) -> int:
+    """Index of the first block that tokens from position ``num_computed`` on attend to."""
+    return 0 if window is None else max(0, num_computed - window + 1) // block_size
 
 
-# An index of the blocks of one pool by the digest of their content.
+class PrefixCache:
+    """Owns the cached content of one KV group's blocks, and allocates its blocks, evicting content where needed.
 
-#: Children of a block that are compared in the search for a partial match; bounds the cost of a popular parent.
+    Content evicted on the device may move to a spare host block, where it is still matched. Only full blocks and the
+    ends of shared prefixes are cached. A digest names the same tokens in all groups.
+    """
+
+    def __init__(
+        self, device: BlockPool, host: BlockPool, moves: PendingMoves, window: int | None, *, host_cache: bool
+    ) -> None:
+        self._device, self._host, self._moves = device, host, moves
+        self._window, self._host_cache = window, host_cache
+        #: Cached content on the device; a block that it forgets may be written.
+        self.on_device = ContentIndex(device)
+        self._on_host = ContentIndex(host)
+        #: Device blocks that have lost their content, and the last of them.
+        self.num_evicted = 0
+        self.last_evicted: deque[int] = deque(maxlen=_LAST_EVICTED)
+
+    def allocate(self, count: int) -> list[int]:
+        """Allocates device blocks: free ones first, then the least recently used cached ones."""
+        check_room(self._device, count)
+        for _ in range(count - self._device.num_free):
+            # A window reads the end of a chain, so there the descendants of a block are not evicted before it.
+            windowed = self._window is not None
+            evicted = self.on_device.forget(self._device.least_recently_used()) if windowed else self.on_device.evict()
+            self.num_evicted += 1
+            self.last_evicted.append(evicted.block)
+            if not self._host_cache:
+                continue
+            on_host = self._on_host.find(evicted.digest)
+            if on_host is not None:
+                self._host.touch(on_host.block)
+            elif self._host.num_available:
+                taken = self.allocate_on_host(1)
+                self._on_host.add(evicted.copy_in(self._host, taken[0]))
+                self._moves.swap_out(evicted.block, taken[0])
+                self._host.release(taken)
+        return self._device.allocate(count)
+
+    def allocate_on_host(self, count: int) -> list[int]:
+        """``allocate`` on the host; content evicted there is lost."""
+        check_room(self._host, count)
+        for _ in range(count - self._host.num_free):
+            self._on_host.evict()
+        return self._host.allocate(count)
+
+    def add(self, chain: PrefixChain, index: int, block: int, content: Content) -> None:
+        """Adds a computed block as block ``index`` of the chain, unless its content is cached already."""
+        self.on_device.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], content))
+
+    def pin(self, chain: PrefixChain, index: int, block: int, content: Content) -> int:
+        """Adds a computed block and pins it; returns the pinned block.
+
+        That is another one with this content if it is pinned already, or if ``block`` is ``NO_BLOCK``; otherwise an
+        unpinned one gives way, as a step in flight may still have to move its content there.
+        """
+        cached = self.on_device.find(chain.digests[index + 1])
+        if cached is not None and (block == NO_BLOCK or self._device.is_pinned(cached.block)):
+            block = cached.block
+        elif cached is not None and cached.block != block:
+            self.on_device.forget(cached.block)
+        self.add(chain, index, block, content)
+        self.on_device.pin(block)
+        return block
+
+    def clear(self) -> None:
+        self.on_device.clear()
+        self._on_host.clear()
+
+    def find(self, digest: bytes) -> KnownBlock | None:
+        """The block with this digest, on the device or else on the host."""
+        return self.on_device.find(digest) or self._on_host.find(digest)
+
+    def find_prefix(self, chain: PrefixChain, max_blocks: int) -> list[KnownBlock | None]:
+        """The longest cached prefix of the chain, of at most ``max_blocks`` blocks.
+
+        In a windowed group a prefix is cached if the blocks in the window of the next token are; the others are None.
+        """
+        if self._window is not None:
+            return self._find_window(chain, max_blocks)
+        hits: list[KnownBlock | None] = []
+        for digest in islice(chain.digests, 1, max_blocks + 1):
+            hit = self.find(digest)
+            if hit is None:
+                break
+            hits.append(hit)
+        return hits
+
+    def _find_window(self, chain: PrefixChain, max_blocks: int) -> list[KnownBlock | None]:
+        end = index = max_blocks
+        hits: list[KnownBlock | None] = []  # last first
+        while index > first_block_read(end * chain.block_size, self._window, chain.block_size):
+            index -= 1
+            hit = self.find(chain.digests[index + 1])
+            if hit is not None:
+                hits.append(hit)
+            else:  # every prefix that ends after this block, up to ``end``, would read it
+                end = index
+                hits.clear()
+        return [None] * index + hits[::-1]
+
+    def find_partial(
+        self, chain: PrefixChain, index: int, content: Sequence[object], suits: Callable[[bytes], bool]
+    ) -> tuple[KnownBlock | None, int]:
+        """The cached block that ``suits`` with the longest common prefix with the content after ``index`` blocks."""
+        if not content:
+            return None, 0
+        if index < len(chain):  # the last block of the sequence may be cached as a whole
+            whole = self.find(chain.digests[index + 1])
+            if whole is not None and suits(whole.digest):
+                return whole, len(content)
+        on_device, device_count = self.on_device.find_partial(chain.digests[index], content, suits)
+        on_host, host_count = self._on_host.find_partial(chain.digests[index], content, suits)
+        return (on_host, host_count) if host_count > device_count else (on_device, device_count)
+
+    def cost(self, hits: Sequence[KnownBlock | None], released: Mapping[int, int] = NO_REFERENCES) -> int:
+        """Available device blocks that ``take`` uses, after the references of ``released`` (by block) are dropped."""
+        device, dropped = self._device, released.get
+        blocks = [hit for hit in hits if hit is not None]
+        # Cached ones that get a reference, and targets of swaps in.
+        return sum(hit.pool is not device or device.references(hit.block) == dropped(hit.block, 0) for hit in blocks)
+
+    def take(self, hits: Sequence[KnownBlock | None], num_full: int) -> list[int]:
+        """Device blocks with the content of the hits, each with a new reference; their cost must be available.
+
+        Hits on the host are swapped in and cached on the device, except for a partial match: the caller writes into it.
+        """
+        # References to all hits are taken before the allocation, which may evict on both levels.
+        on_host = [hit.block for hit in hits if hit is not None and hit.pool is self._host]
+        self._device.share([hit.block for hit in hits if hit is not None and hit.pool is self._device])
+        self._host.share(on_host)
+        fresh = iter(self.allocate(len(on_host)))
+        blocks = []
+        for index, hit in enumerate(hits):
+            if hit is None:
+                blocks.append(NO_BLOCK)
+                continue
+            if hit.pool is self._device:
+                blocks.append(hit.block)
+                continue
+            block = next(fresh)
+            blocks.append(block)
+            self._moves.swap_in(hit.block, block)
+            if index < num_full:
+                self.on_device.add(hit.copy_in(self._device, block))
+        self._host.release(on_host)
+        return blocks
+
+
+def check_room(pool: BlockPool, count: int) -> None:
+    if count > pool.num_available:
+        raise OutOfBlocksError(f"{count} blocks asked for, {pool.num_available} available of {pool.num_blocks}")
+
+
+#: Most children of a block that are compared for a partial match.
 _MAX_COMPARED_CHILDREN = 8
 
 
 class KnownBlock(msgspec.Struct, eq=False, gc=False):
     """A block in the prefix cache, with the digests of its content and of the block before it (``parent``).
 
-    It is full, or the last one of a shared prefix: then ``content`` is shorter, and it is nobody's parent.
-
-    There is one for every block of a full cache, so the garbage collector is not to visit them: nothing that it refers
-    to refers to it.
+    It is full, or the last one of a shared prefix: then ``content`` is shorter, and it is no block's parent.
     """
 
     pool: BlockPool
     block: int
     digest: bytes
     parent: bytes
-    #: ``PrefixChain.content`` of its positions.
     content: Content
-    #: Its siblings in the index, the blocks with the same parent: the one added before it, and the one after it. They
-    #: are in a ring: after the newest comes the oldest.
+    #: The siblings added before and after it, in the ring of all blocks with the same parent.
     older: int = -1
     newer: int = -1
 
     def copy_in(self, pool: BlockPool, block: int) -> KnownBlock:
-        """The same content in another block."""
         return KnownBlock(pool, block, self.digest, self.parent, self.content)
 
 
 def _by_digest() -> list[dict[bytes, KnownBlock]]:
-    """A dictionary by digest, in parts by its first byte: one of 90,000 entries takes 6 ms whenever it grows."""
+    """256 dictionaries, by the first byte of the digest: one of 90,000 entries takes 6 ms whenever it grows."""
     return [{} for _ in range(256)]
 
 
 class ContentIndex:
-    """Finds the cached blocks of one pool by digest, and the children of a digest.
-
-    Invariant: the pool keeps exactly the blocks that are in the index, and no two of them have the same digest.
-    """
+    """The cached blocks of one pool by digest, and the children of a digest: exactly the blocks that the pool keeps."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        #: By block id, less the pool's first one.
+        #: By block id minus the pool's first one.
         self._by_block: list[KnownBlock | None] = exclude_from_gc([None] * pool.num_blocks)
         self._by_digest = _by_digest()
-        #: The newest child of each digest. A child may stay after its parent is evicted, and is found again once the
-        #: parent is added.
+        #: By parent. A child may outlive its parent, and is matched again once the parent is added again.
         self._newest_child = _by_digest()
-        #: The pinned children of each digest, which are always compared.
+        #: By parent: pinned children, which are always compared.
         self._pinned: dict[bytes, list[KnownBlock]] = {}
 
     def find(self, digest: bytes) -> KnownBlock | None:
-        """The block with this digest."""
         return self._by_digest[digest[0]].get(digest)
 
     def add(self, entry: KnownBlock) -> None:
@@ -241,7 +440,6 @@ class ContentIndex:
         return entry
 
     def _children(self, parent: bytes, *, oldest_first: bool = False) -> Iterator[KnownBlock]:
-        """The blocks with this parent, the newest first or the oldest."""
         newest = self._newest_child[parent[0]].get(parent)
         if newest is None:
             return
@@ -253,10 +451,7 @@ class ContentIndex:
                 return
 
     def evict(self) -> KnownBlock:
-        """Removes the least recently used block without references, or the last of its descendants without any.
-
-        A descendant is of no use without its parents, which come before it in every look-up.
-        """
+        """Removes the least recently used block, or its last descendant: useless without its parents."""
         entry: KnownBlock | None = self._entry(self._pool.least_recently_used())
         while entry is not None:
             last = entry
@@ -267,10 +462,7 @@ class ContentIndex:
     def find_partial(
         self, parent: bytes, content: Sequence[object], suits: Callable[[bytes], bool]
     ) -> tuple[KnownBlock | None, int]:
-        """The child of ``parent`` with the longest common prefix with ``content``, and its length in tokens.
-
-        Only pinned and recent children whose digest ``suits`` are compared.
-        """
+        """The pinned or recent child that ``suits`` with the longest common prefix, and its length in tokens."""
         best, longest = None, 0
         recent = islice(self._children(parent), _MAX_COMPARED_CHILDREN)
         for child in chain(self._pinned.get(parent, ()), recent):
@@ -280,14 +472,12 @@ class ContentIndex:
         return best, longest
 
     def pin(self, block: int) -> None:
-        """``BlockPool.pin`` of a block of the index."""
         if not self._pool.is_pinned(block):
             entry = self._entry(block)
             self._pinned.setdefault(entry.parent, []).append(entry)
         self._pool.pin((block,))
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        """Ends one ``pin`` of each."""
         self._pool.unpin(blocks)
         for block in blocks:
             if not self._pool.is_pinned(block):
@@ -297,14 +487,12 @@ class ContentIndex:
                     del self._pinned[entry.parent]
 
     def clear(self) -> None:
-        """Removes all blocks that are not pinned."""
         for entry in self._by_block:
             if entry is not None and not self._pool.is_pinned(entry.block):
                 self.forget(entry.block)
 
 
 def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
-    """Elements at the beginning that are equal."""
     count = 0
     for one, other in zip(left, right, strict=False):
         if one != other:
@@ -313,388 +501,106 @@ def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
     return count
 
 
-#: Evicted blocks that are remembered.
-_LAST_EVICTED = 64
-NO_REFERENCES: Mapping[int, int] = MappingProxyType({})
+# Digests of full blocks (vLLM's block hashes).
+
+#: An empty hash of 16 bytes: copying it is faster than making another one.
+_EMPTY = blake2b(digest_size=16)
+#: Values for the positions of a block; ``positions`` splits them.
+Content = bytes | tuple[object, ...]
 
 
-def first_block_read(num_computed: int, window: int | None, block_size: int) -> int:
-    """Index of the first block that tokens from position ``num_computed`` on attend to."""
-    return 0 if window is None else max(0, num_computed - window + 1) // block_size
+class FeatureSpan(NamedTuple):
+    """Placeholder tokens whose embeddings come from another input, such as an image."""
 
-
-class PrefixCache:
-    """Owns the cached content of one KV group's blocks, and allocates its blocks, evicting content where needed.
-
-    There are two levels: content evicted on the device may move to a spare host block, where it is still found. Only
-    full blocks and the ends of shared prefixes are cached, and a cached block is never written. A digest names the same
-    tokens in all groups; each group's cache maps it to that group's block.
-    """
-
-    def __init__(
-        self, device: BlockPool, host: BlockPool, moves: PendingMoves, window: int | None, *, host_cache: bool
-    ) -> None:
-        self._device = device
-        self._host = host
-        self._moves = moves
-        self._window = window
-        self._host_cache = host_cache
-        #: What is cached on the device; to forget it there allows a block to be written.
-        self.on_device = ContentIndex(device)
-        self._on_host = ContentIndex(host)
-        #: Device blocks that have lost their content to others, and the last of them.
-        self.num_evicted = 0
-        self.last_evicted: deque[int] = deque(maxlen=_LAST_EVICTED)
-
-    # --- blocks -----------------------------------------------------------------------------------------------------
-
-    def allocate(self, count: int) -> list[int]:
-        """Allocates device blocks: free ones first, then the least recently used cached ones.
-
-        Raises:
-            OutOfBlocksError: fewer are available; nothing is allocated.
-        """
-        check_room(self._device, count)
-        for _ in range(count - self._device.num_free):
-            # A window reads the end of a chain, so there the descendants of a block are not evicted before it.
-            windowed = self._window is not None
-            evicted = self.on_device.forget(self._device.least_recently_used()) if windowed else self.on_device.evict()
-            self.num_evicted += 1
-            self.last_evicted.append(evicted.block)
-            if self._host_cache:
-                self._move_to_host(evicted)
-        return self._device.allocate(count)
-
-    def allocate_on_host(self, count: int) -> list[int]:
-        """As ``allocate``, on the host; content evicted there is lost."""
-        check_room(self._host, count)
-        for _ in range(count - self._host.num_free):
-            self._on_host.evict()
-        return self._host.allocate(count)
-
-    def _move_to_host(self, evicted: KnownBlock) -> None:
-        on_host = self._on_host.find(evicted.digest)
-        if on_host is not None:
-            self._host.touch(on_host.block)
-        elif self._host.num_available:
-            taken = self.allocate_on_host(1)
-            self._on_host.add(evicted.copy_in(self._host, taken[0]))
-            self._moves.swap_out(evicted.block, taken[0])
-            self._host.release(taken)
-
-    # --- content ----------------------------------------------------------------------------------------------------
-
-    def add(self, chain: PrefixChain, index: int, block: int, content: Content) -> None:
-        """Adds a computed block as block ``index`` of the chain, unless its content is cached already."""
-        self.on_device.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], content))
-
-    def pin(self, chain: PrefixChain, index: int, block: int, content: Content) -> int:
-        """Adds a computed block as ``add`` does, and pins it; returns the block that is pinned.
-
-        That is another one with this content if it is pinned already, or if ``block`` is ``NO_BLOCK``. One that is not
-        pinned gives way otherwise: a step in flight may still have to move its content there.
-        """
-        cached = self.on_device.find(chain.digests[index + 1])
-        if cached is not None and (block == NO_BLOCK or self._device.is_pinned(cached.block)):
-            block = cached.block
-        elif cached is not None and cached.block != block:
-            self.on_device.forget(cached.block)
-        self.add(chain, index, block, content)
-        self.on_device.pin(block)
-        return block
-
-    def clear(self) -> None:
-        """Removes all content, on the device and the host, but that of pinned blocks."""
-        self.on_device.clear()
-        self._on_host.clear()
-
-    # --- look-up ----------------------------------------------------------------------------------------------------
-
-    def find(self, digest: bytes) -> KnownBlock | None:
-        """The block with this digest, on the device or else on the host."""
-        return self.on_device.find(digest) or self._on_host.find(digest)
-
-    def find_prefix(self, chain: PrefixChain, max_blocks: int) -> list[KnownBlock | None]:
-        """Blocks of the longest cached prefix of the chain, of at most ``max_blocks`` blocks.
-
-        In a windowed group a prefix is cached if the blocks in the window of the next token are; the others are None.
-        """
-        if self._window is not None:
-            return self._find_window(chain, max_blocks)
-        hits: list[KnownBlock | None] = []
-        for digest in islice(chain.digests, 1, max_blocks + 1):
-            hit = self.find(digest)
-            if hit is None:
-                break
-            hits.append(hit)
-        return hits
-
-    def _find_window(self, chain: PrefixChain, max_blocks: int) -> list[KnownBlock | None]:
-        end = index = max_blocks
-        hits: list[KnownBlock | None] = []  # last first
-        while index > first_block_read(end * chain.block_size, self._window, chain.block_size):
-            index -= 1
-            hit = self.find(chain.digests[index + 1])
-            if hit is not None:
-                hits.append(hit)
-            else:  # every prefix that ends after this block, up to ``end``, would read it
-                end = index
-                hits.clear()
-        return [None] * index + hits[::-1]
-
-    def find_partial(
-        self, chain: PrefixChain, index: int, content: Sequence[object], suits: Callable[[bytes], bool]
-    ) -> tuple[KnownBlock | None, int]:
-        """The cached block with the longest common prefix with the content after ``index`` blocks, and its length.
-
-        ``suits`` says of a digest whether it does.
-        """
-        if not content:
-            return None, 0
-        if index < len(chain):  # the last block of the sequence may be cached as a whole
-            whole = self.find(chain.digests[index + 1])
-            if whole is not None and suits(whole.digest):
-                return whole, len(content)
-        on_device, device_count = self.on_device.find_partial(chain.digests[index], content, suits)
-        on_host, host_count = self._on_host.find_partial(chain.digests[index], content, suits)
-        return (on_host, host_count) if host_count > device_count else (on_device, device_count)
-
-    def cost(self, hits: Sequence[KnownBlock | None], released: Mapping[int, int] = NO_REFERENCES) -> int:
-        """Available device blocks that ``take`` uses: cached ones that get a reference, and targets of swaps in.
-
-        ``released``: how many references to a block do not count, as they will be dropped before.
-        """
-        device, dropped = self._device, released.get
-        blocks = [hit for hit in hits if hit is not None]
-        return sum(hit.pool is not device or device.references(hit.block) == dropped(hit.block, 0) for hit in blocks)
-
-    def take(self, hits: Sequence[KnownBlock | None], num_full: int) -> list[int]:
-        """Device blocks with the content of the hits, each with a new reference; their cost must be available.
-
-        Hits on the host are swapped in, and cached on the device too, except for the partial match after the first
-        ``num_full`` hits: the caller writes into its copy.
-        """
-        # References to all hits are taken before the allocation, which may evict on both levels.
-        on_host = [hit.block for hit in hits if hit is not None and hit.pool is self._host]
-        self._device.share([hit.block for hit in hits if hit is not None and hit.pool is self._device])
-        self._host.share(on_host)
-        fresh = iter(self.allocate(len(on_host)))
-        blocks = []
-        for index, hit in enumerate(hits):
-            if hit is None:
-                blocks.append(NO_BLOCK)
-                continue
-            if hit.pool is self._device:
-                blocks.append(hit.block)
-                continue
-            block = next(fresh)
-            blocks.append(block)
-            self._moves.swap_in(hit.block, block)
-            if index < num_full:
-                self.on_device.add(hit.copy_in(self._device, block))
-        self._host.release(on_host)
-        return blocks
-
-
-def check_room(pool: BlockPool, count: int) -> None:
-    """Raises ``OutOfBlocksError`` if the pool has fewer blocks available."""
-    if count > pool.num_available:
-        raise OutOfBlocksError(f"{count} blocks asked for, {pool.num_available} available of {pool.num_blocks}")
-
-
-@dataclass(slots=True, eq=False)
-class PrefixMatch:
-    """The cached prefix of a token sequence."""
-
-    #: Tokens whose KV entries are cached; always fewer than ``num_queried``, so at least one is left to compute.
-    num_tokens: int
-    #: Tokens of the sequence.
-    num_queried: int
-    #: For each group the blocks found, in order, on the device or the host; None for one that a window does not reach.
-    #: The first ``num_full`` match as a whole; if there is one more, it is a partial match.
-    hits: list[list[KnownBlock | None]]
-    num_full: int
-    chain: PrefixChain
+    offset: int
+    length: int
+    #: Identifies the input's content and all else that its embeddings depend on.
+    key: bytes
 
     @property
-    def num_pinned(self) -> int:
-        """Pinned blocks of the first group among those that match as a whole."""
-        if not self.hits:  # without KV groups there is nothing to pin
-            return 0
-        return sum(hit is not None and hit.pool.is_pinned(hit.block) for hit in self.hits[0][: self.num_full])
+    def end(self) -> int:
+        return self.offset + self.length
 
 
-def find_match(caches: Sequence[PrefixCache], token_ids: list[int], chain: PrefixChain) -> PrefixMatch:
-    """The longest prefix of ``token_ids``, without the last token, that is cached in all groups."""
-    size, usable = chain.block_size, len(token_ids) - 1
-    hits = [caches[0].find_prefix(chain, min(usable // size, len(chain)))]
-    end = len(hits[0])
-    if len(caches) > 1:
-        hits, end = _find_common_prefix(caches, chain, end)
-    start = end * size
-    content = positions(chain.content(token_ids, start, min(start + size, usable)))
-    others = caches[1:]
-    partial, count = caches[0].find_partial(chain, end, content, lambda d: all(cache.find(d) for cache in others))
-    if partial is not None:
-        for group_hits, cache in zip(hits, caches, strict=True):
-            group_hits.append(cache.find(partial.digest))
-    return PrefixMatch(start + count, len(token_ids), hits, end, chain)
+class PrefixChain:
+    """The digests of a token sequence's full blocks, chained: a block's digest covers all content before it.
 
-
-def _find_common_prefix(
-    caches: Sequence[PrefixCache], chain: PrefixChain, end: int
-) -> tuple[list[list[KnownBlock | None]], int]:
-    """The longest prefix of at most ``end`` blocks in all caches; a shorter prefix has other blocks in its window."""
-    while True:
-        hits = [cache.find_prefix(chain, end) for cache in caches]
-        shortest = min(map(len, hits))
-        if shortest == end:
-            return hits, end
-        end = shortest
-
-
-# What the prefix cache knows of each sequence that holds blocks.
-
-#: ``_Registration.count`` of a sequence whose blocks must never be registered.
-_NEVER = sys.maxsize
-
-
-class _Registration(msgspec.Struct, gc=False):
-    """The digests of a sequence's full blocks, and how many of these blocks were offered to the prefix cache."""
-
-    chain: PrefixChain
-    count: int
-
-
-class SequencePrefixes:
-    """Finds the beginnings of sequences in the prefix caches of all groups, and offers their full blocks to these.
-
-    Owns the digests of the sequences' blocks, and how many of them were offered. Without prefix caching nothing is
-    found and nothing is offered.
+    ``digests[0]`` is that of the context, which all KV entries depend on, such as a salt and an adapter. ``digests[i +
+    1]`` is that of block ``i``, computed from its tokens, their features, and ``digests[i]``, that of its parent. The
+    hash is cryptographic, so a prompt cannot be crafted to hit blocks of other content.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], block_size: int, *, enabled: bool) -> None:
-        self._groups, self._block_size = groups, block_size
-        #: Never without KV groups: an encoder keeps no KV entries that another sequence could share.
-        self.enabled = enabled and bool(groups)
-        self._registrations: dict[int, _Registration] = {}
-        #: Tokens of all sequences passed to ``adopt``, and how many of them were found in the prefix cache.
-        self.cached_queries = 0
-        self.cached_hits = 0
+    __slots__ = ("block_size", "digests", "features")
 
-    def chain(self, token_ids: list[int], context: str | bytes, features: Sequence[FeatureSpan] = ()) -> PrefixChain:
-        """The digests of the full blocks of these tokens, for ``match``; empty without prefix caching."""
-        chain = PrefixChain(context, self._block_size, features)
-        if self.enabled:
-            chain.extend(token_ids, len(token_ids) // self._block_size)
+    def __init__(self, context: str | bytes, block_size: int, features: Sequence[FeatureSpan] = ()) -> None:
+        """``features`` are sorted by offset and do not overlap."""
+        self.block_size = block_size
+        self.features = features
+        name = context if isinstance(context, bytes) else context.encode("utf-8", "surrogatepass")
+        self.digests = exclude_from_gc([_digest(name)])
+
+    def __len__(self) -> int:
+        return len(self.digests) - 1
+
+    def extend(self, token_ids: list[int], num_blocks: int) -> None:
+        """Computes the missing digests of the first ``num_blocks`` blocks; the last one may be partly filled."""
+        size = self.block_size
+        for start in range(len(self) * size, num_blocks * size, size):
+            self.add(token_ids, self.content(token_ids, start, start + size))
+
+    def add(self, token_ids: list[int], content: Content) -> None:
+        """Computes the first missing digest; its block has this content."""
+        digests = self.digests
+        if not isinstance(content, bytes):
+            start = (len(digests) - 1) * self.block_size
+            content = _packed(token_ids[start : start + self.block_size])
+            for f in self._overlapping(start, start + self.block_size):  # unambiguous: each with its lengths
+                content += array("q", (f.offset - start, f.length, len(f.key))).tobytes() + f.key
+        digests.append(_digest(digests[-1] + content))
+
+    def first(self, num_blocks: int) -> PrefixChain:
+        """A copy with at most the first ``num_blocks`` blocks."""
+        chain = PrefixChain.__new__(PrefixChain)
+        chain.block_size = self.block_size
+        chain.features = self.features
+        chain.digests = exclude_from_gc(self.digests[: num_blocks + 1])
         return chain
 
-    def match(self, token_ids: list[int], chain: PrefixChain, shared: int | None = None) -> PrefixMatch:
-        """Looks the longest cached prefix of these tokens up; ``chain`` is their chain. Nothing is changed.
+    def content(self, token_ids: list[int], start: int, stop: int) -> Content:
+        """Values for positions ``start`` to ``stop`` (of one block) that are equal if and only if the content is.
 
-        ``shared``: blocks at its beginning that other sequences are to share. Of a longer match, the blocks in the
-        window at its end are taken, and not those that the others would read; so with windows it is no longer.
+        Without features these are the token ids, packed in bytes: they take no time of the garbage collector.
         """
-        if not self._groups:
-            return PrefixMatch(0, len(token_ids), [], 0, chain)
-        if shared is not None and any(group.window is not None for group in self._groups):
-            token_ids = token_ids[: 1 + shared * self._block_size]
-        return find_match([group.cache for group in self._groups], token_ids, chain)
+        tokens = token_ids[start:stop]
+        if not self.features:
+            return _packed(tokens)
+        content: list[object] = list(tokens)
+        for feature in self._overlapping(start, stop):
+            for position in range(max(start, feature.offset), min(stop, feature.end)):
+                place = feature.key, feature.length, position - feature.offset
+                content[position - start] = (token_ids[position], *place)
+        return exclude_from_gc(tuple(content))
 
-    def cost(self, match: PrefixMatch, released: Mapping[int, int] = NO_REFERENCES) -> int:
-        """Available blocks that ``adopt`` would use, in the group where it uses the most (``PrefixCache.cost``).
+    def _overlapping(self, start: int, stop: int) -> Sequence[FeatureSpan]:
+        first = bisect_right(self.features, start, key=lambda f: f.end)
+        last = bisect_left(self.features, stop, lo=first, key=lambda f: f.offset)
+        return self.features[first:last]
 
-        The copy of a partly matching block is not included: ``BlockManager.grow`` makes it.
-        """
-        costs = (group.cache.cost(hits, released) for group, hits in zip(self._groups, match.hits, strict=True))
-        return max(costs, default=0)
 
-    def adopt(self, seq_id: int, match: PrefixMatch) -> None:
-        """Makes the matched blocks the tables of a new sequence. No block may be allocated since ``match``.
+def _digest(content: bytes) -> bytes:
+    blake = _EMPTY.copy()
+    blake.update(content)
+    return blake.digest()
 
-        Called for an empty match too: it counts the query and keeps the digests for ``register``.
 
-        Raises:
-            OutOfBlocksError: the cost exceeds the available blocks; nothing is changed.
-            ValueError: the sequence holds blocks.
-        """
-        if not self.enabled:
-            return
-        for group, hits in zip(self._groups, match.hits, strict=True):
-            check_room(group.device, group.cache.cost(hits))
-        if match.num_tokens:
-            for group, hits in zip(self._groups, match.hits, strict=True):
-                group.new_table(seq_id).extend(group.cache.take(hits, match.num_full))
-        self.cached_queries += match.num_queried
-        self.cached_hits += match.num_tokens
-        self._registrations[seq_id] = _Registration(match.chain.first(len(match.chain)), match.num_full)
+@cache
+def _packer(count: int) -> Callable[..., bytes]:
+    return Struct(f"{count}i").pack
 
-    def register(
-        self,
-        seq_id: int,
-        token_ids: list[int],
-        num_computed: int,
-        context: str | bytes,
-        features: Sequence[FeatureSpan] = (),
-    ) -> None:
-        """Adds the full blocks of the first ``num_computed`` tokens to the prefix cache.
 
-        Their KV entries must be computed by a submitted step, or moved by this one. The cost is one hash for each block
-        that is new since the last call. Content that is cached already stays in its block. Nothing happens if the
-        sequence has no table on the device. ``context`` and ``features`` are those passed to ``chain``.
-        """
-        num_full = num_computed // self._block_size
-        if not (self.enabled and num_full and seq_id in self._groups[0].tables):
-            return
-        registration = self._registrations.get(seq_id)
-        if registration is None:
-            chain = PrefixChain(context, self._block_size, features)
-            registration = self._registrations[seq_id] = _Registration(chain, 0)
-        chain, size = registration.chain, self._block_size
-        for index in range(registration.count, num_full):
-            content = chain.content(token_ids, index * size, index * size + size)
-            if index + 1 == len(chain.digests):
-                chain.add(token_ids, content)
-            for group in self._groups:
-                block = group.tables[seq_id][index]
-                if block != NO_BLOCK:  # else it is freed already
-                    group.cache.add(chain, index, block, content)
-            registration.count = index + 1
+def _packed(token_ids: list[int]) -> bytes:
+    return _packer(len(token_ids))(*token_ids)
 
-    def num_registered(self, seq_id: int) -> int:
-        """How many blocks of a sequence were offered; more than any has if none may be."""
-        registration = self._registrations.get(seq_id)
-        return registration.count if registration is not None else 0
 
-    def may_register(self, seq_id: int) -> bool:
-        """Whether its blocks may be offered: the cache was not reset while it held them."""
-        return self.num_registered(seq_id) != _NEVER
-
-    # --- what becomes of the sequence -------------------------------------------------------------------------------
-
-    def fork(self, parent_id: int, child_id: int, num_blocks: int) -> None:
-        """The child shares the first ``num_blocks`` blocks, and may continue with other tokens."""
-        registration = self._registrations.get(parent_id)
-        if registration is not None and self.may_register(parent_id):
-            count = min(registration.count, num_blocks)
-            registration = _Registration(registration.chain.first(count), count)
-        if registration is not None:
-            self._registrations[child_id] = registration
-
-    def move(self, seq_ids: Iterable[int]) -> None:
-        """The sequences have other blocks with the same content, which the next ``register`` offers."""
-        for seq_id in seq_ids:
-            if seq_id in self._registrations and self.may_register(seq_id):
-                self._registrations[seq_id].count = 0
-
-    def free(self, seq_id: int) -> None:
-        """The sequence holds no blocks any more."""
-        self._registrations.pop(seq_id, None)
-
-    def clear(self, seq_ids: Iterable[int]) -> None:
-        """Drops all cached content that is not pinned; of these sequences, which hold blocks, none is registered."""
-        for group in self._groups:
-            group.cache.clear()
-        if self.enabled:
-            for seq_id in seq_ids:
-                self._registrations[seq_id] = _Registration(PrefixChain("", self._block_size), _NEVER)
+def positions(content: Content) -> Sequence[object]:
+    return memoryview(content).cast("i") if isinstance(content, bytes) else content

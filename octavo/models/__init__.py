@@ -1,1 +1,1 @@
-"""The networks, and what config.json says about them."""
+"""The networks, one module for a family, and the readers of config.json; start with ``llama`` and ``network``."""

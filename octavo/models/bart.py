@@ -14,7 +14,7 @@ from octavo.models.checkpoint import CheckpointEntry, Drop, Only, Rename, ZerosF
 from octavo.models.config_files import ConfigReader, decoder_fields, read_activation, read_token_ids
 from octavo.models.encoder import EncoderConfig, EncoderDecoder, EncoderDecoderConfig, EncoderStack
 
-#: What the families that descend from it call their parts. The bias of the logits is zero in all of them but Marian.
+#: The bias of the logits is zero in all families but Marian.
 BART_NAMES: tuple[CheckpointEntry, ...] = (
     Drop(r"^final_logits_bias$"),
     Drop(r"^lm_head\.weight$"),
@@ -32,7 +32,7 @@ BART_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"\.(fc[12])\.", r".mlp.\1."),
 )
 
-#: What old config.json say of norms, and the fields of ``EncoderDecoderConfig`` that decide it.
+#: Settings of norms in an old config.json -> fields of ``EncoderDecoderConfig``.
 _NORMS = {
     "normalize_before": "norm_first",
     "normalize_embedding": "embedding_norm",
@@ -43,27 +43,22 @@ _POSITION_OFFSET = 2
 
 
 class BartForConditionalGeneration(EncoderDecoder):
-    """Norms after what is added, and after the embedding; learned positions."""
+    """BART: post-norms, also after the embedding; learned positions."""
 
     checkpoint_map = BART_NAMES
-    #: Fields of ``EncoderDecoderConfig`` that say where norms are.
+    #: Further fields of ``EncoderDecoderConfig``.
     norms: ClassVar[dict[str, bool]] = {}
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json."""
         refuse_settings(architecture, reader, {"static_position_embeddings": False})
         positions = reader.positive("max_position_embeddings", 1024)
-        common = {
-            "embedding_norm": True,
-            "position_rows": positions + _POSITION_OFFSET,
-            "position_offset": _POSITION_OFFSET,
-        }
-        return encoder_decoder_config(architecture, reader, positions, **{**common, **cls.norms})
+        rows = {"position_rows": positions + _POSITION_OFFSET, "position_offset": _POSITION_OFFSET}
+        return encoder_decoder_config(architecture, reader, positions, embedding_norm=True, **rows, **cls.norms)
 
 
 class MBartForConditionalGeneration(BartForConditionalGeneration):
-    """Norms before what is added, and after the last layer."""
+    """mBART: pre-norms, and a norm after the last layer."""
 
     norms: ClassVar = {"norm_first": True, "final_norm": True}
 
@@ -73,24 +68,14 @@ def encoder_decoder_config(
 ) -> EncoderDecoderConfig:
     """The configuration of a family with BART's names in config.json.
 
-    Args:
-        architecture: of the network.
-        reader: of config.json.
-        positions: of the longest input, and of the longest output.
-        values: further fields of ``EncoderDecoderConfig``; positions and the norm of the embedding are those of its
-            encoder, too.
-
-    Raises:
-        UnsupportedModelError: an old config.json says that norms are elsewhere.
+    ``positions`` bound the longest input and the longest output. ``values`` are further fields of
+    ``EncoderDecoderConfig``; the positions and the norm of the embedding hold for its encoder too.
     """
     refuse_settings(architecture, reader, {name: values.get(field, False) for name, field in _NORMS.items()})
     reader = reader.with_defaults(tie_word_embeddings=True)
     shared: dict[str, Any] = {
         "architecture": architecture,
         "max_position": positions,
-        "qkv_bias": True,
-        "o_bias": True,
-        "mlp_bias": True,
         "activation": read_activation(reader, "activation_function", "gelu"),
         "layer_norm_eps": 1e-5,
     }
@@ -99,9 +84,10 @@ def encoder_decoder_config(
         position_rows=values.get("position_rows", 0),
         position_offset=values.get("position_offset", 0),
         **shared,
-        **decoder_fields(reader, hidden="d_model", layers="encoder_layers", heads="encoder_attention_heads"),
+        **decoder_fields(reader, hidden="d_model", layers="encoder_layers", heads="encoder_attention_heads", bias=True),
     )
-    fields = decoder_fields(reader, hidden="d_model", layers="decoder_layers", heads="decoder_attention_heads")
+    names = {"hidden": "d_model", "layers": "decoder_layers", "heads": "decoder_attention_heads"}
+    fields = decoder_fields(reader, bias=True, **names)
     scale = math.sqrt(fields["hidden_size"]) if reader.flag("scale_embedding") else 1.0
     return EncoderDecoderConfig(
         intermediate_size=reader.positive("decoder_ffn_dim"),
@@ -115,7 +101,7 @@ def encoder_decoder_config(
 
 
 def refuse_settings(architecture: str, reader: ConfigReader, computed: Mapping[str, bool]) -> None:
-    """Raises UnsupportedModelError if config.json has one of these settings, and not as it is computed."""
+    """Refuses a config.json that has one of these settings with another value than the network computes."""
     for name, value in computed.items():
         if reader.raw.get(name) is not None and reader.flag(name) != value:
             raise UnsupportedModelError(
@@ -124,16 +110,13 @@ def refuse_settings(architecture: str, reader: ConfigReader, computed: Mapping[s
 
 
 def read_encoder_facts(reader: ConfigReader, max_tokens: int | None) -> EncoderFacts:
-    """How the decoder begins: decoder_start_token_id and forced_bos_token_id, of generation_config.json first."""
+    """decoder_start_token_id and forced_bos_token_id, of generation_config.json first."""
     start = read_token_ids(reader, "decoder_start_token_id") or read_token_ids(reader, "bos_token_id") or (0,)
     return EncoderFacts(max_tokens, start[:1], read_token_ids(reader, "forced_bos_token_id")[:1])
 
 
-# Marian's translators (Junczys-Dowmunt et al. 2018) and Pegasus (Zhang et al. 2020): BART with positions of sines.
-
-
 class SinusoidalEncoderDecoder(EncoderDecoder):
-    """With positions that are computed, whatever the checkpoint has of them, and a bias of the logits."""
+    """BART with computed (sinusoidal) positions, which the checkpoint may hold too, and a bias of the logits."""
 
     checkpoint_map = (
         Drop(r"\.embed_positions\.weight$"),
@@ -142,7 +125,6 @@ class SinusoidalEncoderDecoder(EncoderDecoder):
         ZerosFor(r"^lm_head\.bias$"),
         *BART_NAMES,
     )
-    #: Fields of ``EncoderDecoderConfig`` that say where norms are.
     norms: ClassVar[dict[str, bool]] = {}
 
     def __init__(self, config: EncoderDecoderConfig, context: LayerContext) -> None:
@@ -151,7 +133,6 @@ class SinusoidalEncoderDecoder(EncoderDecoder):
         self.embed_positions = self.attach("model.embed_positions", table)
 
     def make_encoder(self, config: EncoderDecoderConfig, context: LayerContext) -> EncoderStack:
-        """With a table of its own."""
         encoder = super().make_encoder(config, context)
         table = SinusoidalPositions(context, config.encoder.max_position, config.encoder.hidden_size)
         encoder.embed_positions = encoder.attach("embed_positions", table)
@@ -159,7 +140,6 @@ class SinusoidalEncoderDecoder(EncoderDecoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json."""
         computed = {"static_position_embeddings": True, "share_encoder_decoder_embeddings": True}
         refuse_settings(architecture, reader, computed)
         vocabulary = reader.positive("vocab_size")
@@ -172,10 +152,10 @@ class SinusoidalEncoderDecoder(EncoderDecoder):
 
 
 class MarianMTModel(SinusoidalEncoderDecoder):
-    """Norms after what is added."""
+    """Marian (Junczys-Dowmunt et al. 2018): post-norms."""
 
 
 class PegasusForConditionalGeneration(SinusoidalEncoderDecoder):
-    """Norms before what is added, and after the last layer."""
+    """Pegasus (Zhang et al. 2020): pre-norms, and a norm after the last layer."""
 
     norms: ClassVar = {"norm_first": True, "final_norm": True}

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019) and its relatives with learned positions: RoBERTa, XLM-R, CamemBERT and DistilBERT."""
+"""BERT (Devlin et al. 2019) and the encoders that descend from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.models.checkpoint import CheckpointEntry, Drop, Rename, Split
 from octavo.models.config_files import ConfigReader, read_activation
 from octavo.models.encoder import Encoder, EncoderConfig, PreNormLayer, encoder_fields
 
-#: The names of BERT's parts. Heads of language models and, without a classification head, the pooler are not used.
+#: Heads of language models are not used; without a classification head, neither is the pooler.
 BERT_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"\.gamma$", ".weight"),
     Rename(r"\.beta$", ".bias"),
@@ -25,9 +25,7 @@ BERT_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"^embeddings\.token_type_embeddings\.", "model.embed_types."),
     Rename(r"^embeddings\.LayerNorm\.", "model.embed_norm."),
     Rename(r"^(encoder|transformer)\.layer\.", "model.layers."),
-    Rename(r"\.attention\.self\.query\.", ".self_attn.q_proj."),
-    Rename(r"\.attention\.self\.key\.", ".self_attn.k_proj."),
-    Rename(r"\.attention\.self\.value\.", ".self_attn.v_proj."),
+    Rename(r"\.attention\.self\.([qkv])\w+\.", r".self_attn.\1_proj."),
     Rename(r"\.attention\.output\.dense\.", ".self_attn.o_proj."),
     Rename(r"\.attention\.output\.LayerNorm\.", ".attention_norm."),
     Rename(r"\.intermediate\.dense\.", ".mlp.fc1."),
@@ -42,13 +40,12 @@ BERT_NAMES: tuple[CheckpointEntry, ...] = (
 
 
 class BertModel(Encoder):
-    """An encoder with learned positions and segments."""
+    """BERT: post-norms, learned positions, and segments."""
 
     checkpoint_map = BERT_NAMES
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> EncoderConfig:
-        """The facts of a config.json."""
         kind = reader.raw.get("position_embedding_type") or "absolute"
         if kind != "absolute":
             raise UnsupportedModelError(f"position_embedding_type={kind!r} is not supported; supported: absolute")
@@ -68,22 +65,21 @@ class BertModel(Encoder):
 
     @classmethod
     def first_position(cls, reader: ConfigReader) -> int:
-        """The row of the table of positions that is position 0."""
+        """The row of the position table for position 0."""
         return 0
 
 
 class RobertaModel(BertModel):
-    """As BERT, with positions that begin behind the padding token's."""
+    """RoBERTa, XLM-R and CamemBERT: positions begin after the padding token's id."""
 
     @classmethod
     def first_position(cls, reader: ConfigReader) -> int:
-        """See ``BertModel``."""
         padding = reader.raw.get("pad_token_id")
         return 1 + (padding if isinstance(padding, int) else 1)
 
 
 class DistilBertModel(BertModel):
-    """BERT without segments and with half of its layers (Sanh et al. 2019)."""
+    """DistilBERT (Sanh et al. 2019): half of the layers, no segments."""
 
     checkpoint_map = (
         Rename(r"\.attention\.([qkv])_lin\.", r".self_attn.\1_proj."),
@@ -97,7 +93,6 @@ class DistilBertModel(BertModel):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> EncoderConfig:
-        """The facts of a config.json."""
         rows = reader.positive("max_position_embeddings")
         return EncoderConfig(
             max_position=rows,
@@ -110,18 +105,14 @@ class DistilBertModel(BertModel):
         )
 
 
-# MPNet (Song et al. 2020): BERT with a relative position bias, which all layers share, beside learned positions.
-
-
 @dataclass(frozen=True)
 class MPNetConfig(EncoderConfig):
-    """With the number of buckets of distances."""
-
+    #: Of distances in the relative position bias.
     buckets: int = 32
 
 
 class MPNetModel(Encoder):
-    """An encoder with learned positions and a bias by distance."""
+    """MPNet (Song et al. 2020): learned positions, and a relative position bias that all layers share."""
 
     config: MPNetConfig
     checkpoint_map = (
@@ -137,13 +128,11 @@ class MPNetModel(Encoder):
         self.attach("model.relative_bias", self._bias)
 
     def make_attention(self, index: int, context: LayerContext) -> Attention:
-        """Over the whole text."""
         spec = AttentionSpec(self.config.head_dim**-0.5, causal=False, bias=self._bias.bias)
         return Attention(self.config, context, spec)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> MPNetConfig:
-        """The facts of a config.json."""
         rows = reader.positive("max_position_embeddings")
         first = 2  # whatever pad_token_id says, as in transformers
         return MPNetConfig(
@@ -160,38 +149,24 @@ class MPNetModel(Encoder):
         )
 
 
-# NomicBERT (Nussbaum et al. 2024): BERT with rotary positions and gated networks, as nomic-embed-text.
-
-#: Names in configurations that were written for the model's own code, and those of transformers.
+#: Names of config.json for NomicBERT's own code -> those of transformers.
 _OLD_NAMES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_inner": "intermediate_size",
-    "n_positions": "max_position_embeddings",
+    **{"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
+    **{"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"},
     "layer_norm_epsilon": "layer_norm_eps",
 }
-#: Settings of that code, and the values that nomic-embed-text has.
-_FIXED = {
-    "prenorm": (False,),
-    "parallel_block": (False,),
-    "rotary_emb_fraction": (1, 1.0),
-    "rotary_emb_interleaved": (False,),
-    "rotary_emb_scale_base": (None,),
-    "use_rms_norm": (False, None),
-    "qkv_proj_bias": (False,),
-    "mlp_fc1_bias": (False,),
-    "mlp_fc2_bias": (False,),
-    "activation_function": ("swiglu",),
-    "hidden_act": ("silu", "swiglu"),
-    "rotary_scaling_factor": (None, 1, 1.0),
-    "moe_every_n_layers": (None, 0),
-    "num_experts": (None, 0),
+#: Settings of that code -> the supported values, those of nomic-embed-text.
+_FIXED: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("prenorm", "parallel_block", "rotary_emb_interleaved"), (False,)),
+    **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), (False,)),
+    **{"rotary_emb_fraction": (1, 1.0), "rotary_emb_scale_base": (None,), "rotary_scaling_factor": (None, 1, 1.0)},
+    **{"use_rms_norm": (False, None), "activation_function": ("swiglu",), "hidden_act": ("silu", "swiglu")},
+    **dict.fromkeys(("moe_every_n_layers", "num_experts"), (None, 0)),
 }
 
 
 class NomicBertModel(Encoder):
-    """An encoder with norms after what is added, without biases but in the norms."""
+    """NomicBERT (Nussbaum et al. 2024): rotary positions, gated MLPs, biases only in the norms."""
 
     checkpoint_map = (
         Rename(r"^(nomic_bert\.)?emb_ln\.", "embeddings.LayerNorm."),
@@ -208,14 +183,12 @@ class NomicBertModel(Encoder):
     )
 
     def make_attention(self, index: int, context: LayerContext) -> Attention:
-        """Over the whole text; positions are rotary."""
         config = self.config
         spec = AttentionSpec(config.head_dim**-0.5, causal=False)
         return Attention(config, context, spec, self.rotary_table(config, context))
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> EncoderConfig:
-        """The facts of a config.json, of transformers or of the model's own code."""
         for name, allowed in _FIXED.items():
             if (value := reader.raw.get(name, allowed[0])) not in allowed:
                 raise UnsupportedModelError(f"{name}={value!r} is not supported; supported: {allowed[0]}")
@@ -224,8 +197,7 @@ class NomicBertModel(Encoder):
         )
         longest = reader.positive("max_position_embeddings")
         rope = ConfigReader(reader.table("rope_parameters"), reader.file)
-        fields = encoder_fields(reader)
-        fields |= {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
+        theta = rope.number("rope_theta", reader.number("rotary_emb_base", 1000.0))
         return EncoderConfig(
             architecture=architecture,
             max_position=longest,
@@ -234,27 +206,23 @@ class NomicBertModel(Encoder):
             layer_norm_eps=reader.number("layer_norm_eps", 1e-12),
             activation="silu",
             gated_mlp=True,
-            rope=RopeConfig(
-                theta=rope.number("rope_theta", reader.number("rotary_emb_base", 1000.0)),
-                scaling={"max_position_embeddings": longest},
-            ),
+            rope=RopeConfig(theta=theta, scaling={"max_position_embeddings": longest}),
             dense_activation="tanh",
-            **fields,
+            **encoder_fields(reader, bias=False),
         )
-
-
-# ModernBERT (Warner et al. 2024): rotary positions, gated networks, and layers that see a window of the text only.
 
 
 @dataclass(frozen=True)
 class ModernBertConfig(EncoderConfig):
-    """With ``sliding_windows`` of tokens on each side, whose layers have positions of their own."""
-
+    #: Of layers with a window; ``sliding_windows`` are tokens on each side.
     local_rope: RopeConfig = field(default_factory=RopeConfig)
 
 
 class ModernBertModel(Encoder):
-    """An encoder with its norms before what is added; the first layer has none, as its input is normalised."""
+    """ModernBERT (Warner et al. 2024): pre-norms, rotary positions, gated MLPs, and layers with a window.
+
+    The first layer has no norm before attention, as its input is normalised.
+    """
 
     config: ModernBertConfig
     layer_class = PreNormLayer
@@ -275,23 +243,19 @@ class ModernBertModel(Encoder):
     )
 
     def make_attention(self, index: int, context: LayerContext) -> Attention:
-        """Over the whole text, or ``window`` tokens on each side; positions are rotary."""
         config, window = self.config, self.config.sliding_windows[index]
         rotary = self.rotary_table(config if window is None else replace(config, rope=config.local_rope), context)
         spec = AttentionSpec(config.head_dim**-0.5, window, causal=False)
         return Attention(config, context, spec, rotary)
 
     def make_attention_norm(self, index: int, context: LayerContext) -> LayerNorm | None:
-        """None in the first layer."""
         return self.make_norm(context) if index else None
 
     def make_final_norm(self, context: LayerContext) -> LayerNorm | None:
-        """As the norms of layers."""
         return self.make_norm(context)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModernBertConfig:
-        """The facts of a config.json."""
         fields = encoder_fields(reader)
         longest, layers = reader.positive("max_position_embeddings"), fields["num_layers"]
         bias = reader.flag("attention_bias")
@@ -323,10 +287,9 @@ class ModernBertModel(Encoder):
 
 
 def _rope(reader: ConfigReader, layers: str, old_name: str, theta: float, longest: int) -> RopeConfig:
-    """The positions of a kind of layers, as transformers 5 or 4 names them."""
+    """The RoPE of one layer type, in the spelling of transformers 5 or 4."""
     new = reader.table("rope_parameters").get(layers)
     inside = ConfigReader(new if isinstance(new, dict) else {}, reader.file)
     return RopeConfig(
-        theta=inside.number("rope_theta", reader.number(old_name, theta)),
-        scaling={"max_position_embeddings": longest},
+        theta=inside.number("rope_theta", reader.number(old_name, theta)), scaling={"max_position_embeddings": longest}
     )

@@ -1,4 +1,4 @@
-"""Maps the tensors of a checkpoint to those that a network's layers expect.
+"""Maps the tensors of a checkpoint to those that a network's layers expect (as vLLM's WeightsMapper does).
 
 ``Network.checkpoint_map`` is a list of entries, each of which transforms the stream of (name, tensor) pairs; pairs that
 an entry does not match pass unchanged. Checkpoints that use the names of the layers need no entries.
@@ -17,7 +17,8 @@ import numpy as np
 from octavo.core.errors import WeightError
 from octavo.kernels.weight_rows import QuantizedRows
 
-Pairs = Iterable[tuple[str, np.ndarray | QuantizedRows]]
+Tensor = np.ndarray | QuantizedRows
+Pairs = Iterable[tuple[str, Tensor]]
 #: Names of the tensors that the whole network expects, with their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -25,7 +26,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class CheckpointEntry(Protocol):
     """One transformation of names or tensors."""
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         """The transformed stream."""
 
 
@@ -35,8 +36,7 @@ class Drop:
 
     pattern: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The remaining tensors."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in pairs if name in shapes or not re.search(self.pattern, name))
 
 
@@ -47,12 +47,10 @@ class Rename:
     pattern: str
     replacement: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The same tensors."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         return ((self.renamed(name), tensor) for name, tensor in pairs)
 
     def renamed(self, name: str) -> str:
-        """The new name."""
         return re.sub(self.pattern, self.replacement, name)
 
 
@@ -66,22 +64,22 @@ class Split:
     whole: str
     parts: tuple[str, ...]
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The parts, in order."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
-            before, found, after = _partition(name, self.whole)
-            if not found:
+            before, matches, after = _partition(name, self.whole)
+            if not matches:
                 yield name, tensor
                 continue
             names = [f"{before}{part}{after}" for part in self.parts]
             if unknown := [part for part in names if part not in shapes]:
                 raise WeightError(f"tensor {name!r} holds {unknown[0]!r}, which belongs to no layer of this network")
-            rows = [shapes[part][0] for part in names]
-            if tensor.shape[0] != sum(rows):
-                raise WeightError(f"tensor {name!r} has {tensor.shape[0]} rows, expected {sum(rows)}")
+            counts = [shapes[part][0] for part in names]
+            if tensor.shape[0] != sum(counts):
+                raise WeightError(f"tensor {name!r} has {tensor.shape[0]} rows, expected {sum(counts)}")
             start = 0
-            for part, count in zip(names, rows, strict=True):
-                yield part, _rows(tensor, slice(start, start + count))
+            for part, count in zip(names, counts, strict=True):
+                rows = slice(start, start + count)
+                yield part, tensor.take(rows, slice(None)) if isinstance(tensor, QuantizedRows) else tensor[rows]
                 start += count
 
 
@@ -96,11 +94,10 @@ class Unstack:
     whole: str
     parts: tuple[str, ...]
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The parts of all experts, in order."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
-            before, found, _ = _partition(name, f"experts.{self.whole}")
-            if not found or not isinstance(tensor, np.ndarray) or tensor.ndim != 3:
+            before, matches, _ = _partition(name, f"experts.{self.whole}")
+            if not matches or not isinstance(tensor, np.ndarray) or tensor.ndim != 3:
                 yield name, tensor
                 continue
             if tensor.shape[1] % len(self.parts):
@@ -120,13 +117,12 @@ class Join:
     parts: tuple[str, ...]
     whole: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The concatenated tensors, each after its last part is read."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         waiting: dict[str, dict[str, np.ndarray]] = {}
         for name, tensor in pairs:
             for part in self.parts:
-                before, found, after = _partition(name, part)
-                if found:
+                before, matches, after = _partition(name, part)
+                if matches:
                     break
             else:
                 yield name, tensor
@@ -143,7 +139,12 @@ class Join:
                 )
             if len(held) == len(self.parts):
                 del waiting[whole]
-                yield whole, _joined([held[part] for part in self.parts])
+                parts = [held[part] for part in self.parts]
+                if all(map(has_values, parts)):
+                    yield whole, np.concatenate(parts)
+                else:
+                    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+                    yield whole, without_values(shape, parts[0].dtype)
         for whole, held in waiting.items():
             absent = next(part for part in self.parts if part not in held)
             raise WeightError(f"the checkpoint lacks the part {absent!r} of tensor {whole!r}")
@@ -151,31 +152,24 @@ class Join:
 
 @dataclass(frozen=True)
 class Only:
-    """Takes the one entry of the first dimension of tensors with names that match, such as a bias [1, outputs]."""
+    """Drops the first dimension of size 1 of tensors with names that match, such as a bias [1, outputs]."""
 
     pattern: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The tensors without that dimension; one of another size is passed on, for the layer to refuse its shape."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
-            if (
-                isinstance(tensor, np.ndarray)
-                and tensor.ndim > 1
-                and len(tensor) == 1
-                and re.search(self.pattern, name)
-            ):
-                tensor = tensor[0]
+            if isinstance(tensor, np.ndarray) and tensor.shape[:1] == (1,) and re.search(self.pattern, name):
+                tensor = tensor[0] if tensor.ndim > 1 else tensor
             yield name, tensor
 
 
 @dataclass(frozen=True)
 class ZerosFor:
-    """Zeros for tensors that the network expects, under names that match, and a checkpoint may lack."""
+    """Zeros for tensors with names that match, where the network expects them and the checkpoint lacks them."""
 
     pattern: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The tensors, then the zeros."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         missing = {name for name in shapes if re.search(self.pattern, name)}
         for name, tensor in pairs:
             missing.discard(name)
@@ -186,21 +180,20 @@ class ZerosFor:
 
 @dataclass(frozen=True)
 class SameAs:
-    """The tensor ``other`` also as ``name``, where the network expects one of that name and the checkpoint lacks it."""
+    """The tensor ``other`` also as ``name``, where the network expects that name and the checkpoint lacks it."""
 
     name: str
     other: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The tensors, then perhaps the copy."""
-        found: np.ndarray | QuantizedRows | None = None
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+        source: Tensor | None = None
         is_missing = self.name in shapes
         for name, tensor in pairs:
             is_missing = is_missing and name != self.name
-            found = tensor if name == self.other else found
+            source = tensor if name == self.other else source
             yield name, tensor
-        if is_missing and found is not None:
-            yield self.name, found
+        if is_missing and source is not None:
+            yield self.name, source
 
 
 @dataclass(frozen=True)
@@ -214,16 +207,14 @@ class Transform:
     function: Callable[[np.ndarray], np.ndarray]
 
     def transposes(self, name: str) -> bool:
-        """Whether this transposes the tensor of that name."""
         return self.function is transpose and re.search(self.pattern, name) is not None
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The transformed tensors under the same names."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
             if not re.search(self.pattern, name):
                 yield name, tensor
-            elif self.transposes(name):  # which leaves a checkpoint's own bits as they are
-                yield name, transposed(tensor)
+            elif self.transposes(name):
+                yield name, transpose(tensor)
             else:
                 values = _values(tensor)
                 yield name, self.function(values) if has_values(values) else values
@@ -240,12 +231,15 @@ class Permute:
     pattern: str
     order: Callable[[int], np.ndarray]
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The reordered tensors under the same names; quantised rows keep their bits."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
             if re.search(self.pattern, name):
                 with suppress(ValueError):
-                    tensor = _reordered(tensor, self.order(tensor.shape[0]))
+                    order = self.order(tensor.shape[0])
+                    if isinstance(tensor, QuantizedRows):
+                        tensor = tensor.reorder(order)
+                    elif has_values(tensor):
+                        tensor = tensor[order]
             yield name, tensor
 
 
@@ -277,22 +271,17 @@ def halve_pairs(heads: int, rotated: int) -> Callable[[int], np.ndarray]:
 
 
 def without_values(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array that stands for a tensor of which only the header is read: it takes no memory."""
+    """A stand-in for a tensor of which only the header is read; it takes no memory."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def has_values(tensor: np.ndarray) -> bool:
-    """Whether this is not one that ``without_values`` made."""
+    """Whether the tensor is no stand-in made by ``without_values``."""
     return tensor.size <= 1 or any(tensor.strides)
 
 
-def transposed(tensor: np.ndarray | QuantizedRows) -> np.ndarray | QuantizedRows:
-    """[K, N] of [N, K]; no value moves."""
-    return tensor.t() if isinstance(tensor, QuantizedRows) else tensor.T
-
-
 def is_transposed(name: str, entries: Iterable[CheckpointEntry]) -> bool:
-    """Whether the entries of a ``checkpoint_map`` transpose the checkpoint's tensor of this name."""
+    """Whether a ``checkpoint_map`` transposes the checkpoint's tensor ``name``."""
     for entry in entries:
         if isinstance(entry, Rename):
             name = entry.renamed(name)
@@ -301,9 +290,9 @@ def is_transposed(name: str, entries: Iterable[CheckpointEntry]) -> bool:
     return False
 
 
-def transpose(tensor: np.ndarray) -> np.ndarray:
-    """[in, out] to [out, in], for checkpoints such as those of GPT-2's Conv1D."""
-    return tensor.T
+def transpose(tensor: Any) -> Any:
+    """[N, K] to [K, N] as a view, for checkpoints such as those of GPT-2's Conv1D; quantised rows keep their bits."""
+    return tensor.t() if isinstance(tensor, QuantizedRows) else tensor.T
 
 
 def _partition(name: str, component: str) -> tuple[str, bool, str]:
@@ -312,21 +301,5 @@ def _partition(name: str, component: str) -> tuple[str, bool, str]:
     return (name[: match.start()], True, name[match.end() :]) if match else (name, False, "")
 
 
-def _rows(tensor: np.ndarray | QuantizedRows, rows: slice) -> np.ndarray | QuantizedRows:
-    return tensor.take(rows, slice(None)) if isinstance(tensor, QuantizedRows) else tensor[rows]
-
-
-def _values(tensor: np.ndarray | QuantizedRows) -> np.ndarray:
+def _values(tensor: Tensor) -> np.ndarray:
     return tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor
-
-
-def _reordered(tensor: np.ndarray | QuantizedRows, order: np.ndarray) -> np.ndarray | QuantizedRows:
-    if isinstance(tensor, QuantizedRows):
-        return tensor.reorder(order)
-    return tensor[order] if has_values(tensor) else tensor
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    if all(map(has_values, parts)):
-        return np.concatenate(parts)
-    return without_values((sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0].dtype)

@@ -25,19 +25,100 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import Activation
 
 
-# Readers of the values of a config.json, in the spellings of transformers 4 and 5, for ``Network.read_config``.
+_GENERATION_FILE = "generation_config.json"
+#: Fields of ``SamplingParams`` that generation_config.json may set, by their names there.
+_SAMPLING_FIELDS = {name: name for name in MODEL_DEFAULTS if name != "max_tokens"} | {"max_new_tokens": "max_tokens"}
+#: Values of the option ``generation_config`` that read no file.
+_NO_FILE = ("none", "vllm")
+
+
+def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The model configuration of ``folder``/config.json, with the special token ids of generation_config.json.
+
+    Values of ``overrides`` take the place of those of config.json; objects are merged.
+    """
+    raw = _merged(read_json(folder / "config.json"), overrides or {})
+    generation_file = folder / _GENERATION_FILE
+    generation = read_json(generation_file) if generation_file.exists() else {}
+    architecture = _architecture(raw)
+    reader = ConfigReader(raw, folder / "config.json", generation)
+    base = find_base(architecture)
+    config = network_class(architecture).read_config(base or architecture, reader)
+    if base != architecture or config.is_encoder:
+        config = with_head(config, architecture, reader)
+    config = replace(config, pooler=read_pooler(folder, config, reader))
+    fields = reader.table("quantization_config") or reader.table("compression_config")
+    quantization = ConfigReader(fields, reader.file)
+    if not fields:  # older checkpoints have a file beside config.json
+        for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+            if (folder / name).exists():
+                quantization = ConfigReader({"quant_method": method, **read_json(folder / name)}, folder / name)
+                break
+    return replace(config, quantization=read_quantization(quantization))
+
+
+def _merged(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for name, value in overrides.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(name), dict)
+        merged[name] = _merged(merged[name], value) if both else value
+    return merged
+
+
+def check_architecture(folder: Path) -> None:
+    """Refuses a model without a network here, by its config.json alone and without importing torch."""
+    _architecture(read_json(folder / "config.json"))
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    supported = supported_architectures()
+    named = raw.get("architectures")
+    names = named if isinstance(named, list) and named else [architecture_of_type(str(raw.get("model_type")))]
+    for name in names:
+        if find_base(str(name)) in supported:
+            return str(name)
+    if isinstance(named, list) and named:
+        raise unsupported("model architecture", str(named[0]), supported)
+    raise unsupported("model type", str(raw.get("model_type")), supported)
+
+
+def default_sampling(source: str, folder: Path) -> dict[str, Any]:
+    """The default sampling parameters of a model: the fields of ``SamplingParams`` in generation_config.json.
+
+    Every server and command applies these before its own defaults. ``source`` is the engine's option
+    ``generation_config``: "auto" (the file in ``folder``, if there is one), "none" or "vllm" (no file), or another
+    folder, which must have the file. The folders of GGUF files and built-in models have the file too (``gguf_config``).
+    """
+    if source in _NO_FILE:
+        return {}
+    file = (folder if source == "auto" else Path(source).expanduser()) / _GENERATION_FILE
+    if not file.is_file():
+        if source == "auto":
+            return {}
+        raise ConfigError(f"generation_config={source!r}: there is no {file}; expected its folder, 'auto' or 'none'")
+    raw = read_json(file)
+    fields = {ours: raw[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if raw.get(theirs) is not None}
+    try:
+        SamplingParams(**fields)
+    except InvalidRequestError as e:
+        raise ConfigError(f"{file}: {e}; with generation_config='none' its sampling parameters are not read") from None
+    if "max_tokens" in fields:
+        fields["max_tokens"] = DefaultMaxTokens(fields["max_tokens"])
+    return fields
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model folder."""
+    if not file.is_file():
+        raise ConfigError(f"{file} is missing; a model folder holds config.json, tokenizer.json and *.safetensors")
+    return read_object(file)
+
 
 _DTYPES = ("float32", "bfloat16", "float16")
 #: Names of activations in config.json; several approximate gelu by the same tanh.
 _ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
+    **{"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
+    **{"quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu", "swish": "silu"},
 }
 
 
@@ -50,33 +131,39 @@ class ConfigReader(JsonValues):
     generation: dict[str, Any] = field(default_factory=dict)
 
     def with_defaults(self, **values: Any) -> ConfigReader:
-        """The same object, with these values where it has none."""
-        given = {name: value for name, value in self.raw.items() if value is not None}
-        return replace(self, raw={**values, **given})
+        """The same object with these values where it has none."""
+        present = {name: value for name, value in self.raw.items() if value is not None}
+        return replace(self, raw={**values, **present})
 
     def named(self, *names: str) -> str:
-        """The first of several names of one value that the object has; the last one if it has none of them."""
+        """The first of several names of one value that the object has, else the last name."""
         return next((name for name in names if self.raw.get(name) is not None), names[-1])
 
 
 def common_fields(reader: ConfigReader) -> dict[str, Any]:
     """Fields of ``ModelConfig`` that all decoders name alike: vocabulary, special tokens, dtype."""
+    # Without a name it is float32, as in transformers 4.
+    dtype = str(reader.raw.get("dtype") or reader.raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise UnsupportedModelError(f"weights of type {dtype!r} are not supported; supported: {', '.join(_DTYPES)}")
     return {
         "vocab_size": reader.positive("vocab_size"),
         "tie_word_embeddings": reader.flag("tie_word_embeddings"),
-        "checkpoint_dtype": _dtype(reader.raw),
-        "eos_token_ids": _merged_ids("eos_token_id", reader.generation, reader.raw),
-        "bos_token_id": next(iter(_merged_ids("bos_token_id", reader.generation, reader.raw)), None),
+        "checkpoint_dtype": dtype,
+        "eos_token_ids": read_token_ids(reader, "eos_token_id"),
+        "bos_token_id": next(iter(read_token_ids(reader, "bos_token_id")), None),
     }
 
 
+def fields_of(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a configuration by name, to make a family's configuration from it."""
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
 def shape_fields(reader: ConfigReader, head_dim: int | None = None) -> dict[str, Any]:
-    """Fields of ``ModelConfig`` that Llama and its like have, whose heads may have a size of their own.
+    """Fields of ``ModelConfig`` of Llama and its relatives, whose heads may have a size of their own.
 
-    Where config.json does not give it, it is ``head_dim``, or by default that of heads that are as wide as the network.
-
-    Raises:
-        ConfigError: a value is missing, of the wrong type or impossible.
+    Without one in config.json, the size is ``head_dim``, by default hidden_size / num_attention_heads.
     """
     fields = _common_shape(reader, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     head_dim = reader.positive("head_dim", head_dim or fields["hidden_size"] // fields["num_heads"] or 1)
@@ -93,16 +180,16 @@ def decoder_fields(
     heads: str = "num_attention_heads",
     kv_heads: str | None = None,
     head_dim: str | None = None,
+    bias: bool | None = None,
 ) -> dict[str, Any]:
     """Fields of ``ModelConfig`` that all families have; the arguments are their names in config.json.
 
-    Without ``kv_heads``, or where config.json lacks it, there are as many KV heads as query heads. Without
-    ``head_dim``, heads are together as wide as the network.
-
-    Raises:
-        ConfigError: a value is missing, of the wrong type or impossible.
+    Without ``kv_heads``, or where config.json lacks it, every query head has its own KV head. Without ``head_dim``, the
+    heads together are as wide as the network. ``bias`` is the value of all biases of matrices.
     """
     fields = _common_shape(reader, hidden, layers, heads, kv_heads)
+    if bias is not None:
+        fields |= {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bias}
     size, count = fields["hidden_size"], fields["num_heads"]
     if head_dim is not None:
         return {"head_dim": reader.positive(head_dim), **fields}
@@ -116,28 +203,19 @@ def _common_shape(reader: ConfigReader, hidden: str, layers: str, heads: str, kv
     kv_count = reader.positive(kv_heads, count) if kv_heads else count
     if count % kv_count:
         raise ConfigError(f"{reader.file}: {heads} ({count}) must be a multiple of {kv_heads} ({kv_count})")
-    return {
-        "hidden_size": reader.positive(hidden),
-        "num_layers": reader.positive(layers),
-        "num_heads": count,
-        "num_kv_heads": kv_count,
-        **common_fields(reader),
-    }
+    shape = {"hidden_size": reader.positive(hidden), "num_layers": reader.positive(layers)}
+    return shape | {"num_heads": count, "num_kv_heads": kv_count, **common_fields(reader)}
 
 
 def refuse_activations(reader: ConfigReader, *supported: str) -> None:
-    """Raises UnsupportedModelError if hidden_act is not in ``supported``; the first entry is the default."""
+    """Refuses a hidden_act that is not in ``supported``; the first entry is the default."""
     activation = reader.raw.get("hidden_act", supported[0])
     if activation not in supported:
         raise UnsupportedModelError(f"activation hidden_act={activation!r} is not supported; supported: {supported[0]}")
 
 
 def read_activation(reader: ConfigReader, name: str, default: str) -> Activation:
-    """The activation that config.json names under ``name``.
-
-    Raises:
-        UnsupportedModelError: there is no such activation here.
-    """
+    """The activation that config.json names under ``name``."""
     value = reader.raw.get(name) or default
     if value not in _ACTIVATIONS:
         supported = ", ".join(_ACTIVATIONS)
@@ -170,18 +248,13 @@ def read_rope(reader: ConfigReader) -> RopeConfig:
 
 
 def rotary_fields(reader: ConfigReader, head_dim: int) -> dict[str, Any]:
-    """``rope`` and ``max_position`` of families that rotate a share of each head.
-
-    Raises:
-        ConfigError: a value is impossible; the rotated dimensions are no pairs.
-        UnsupportedModelError: the rope type is not supported.
-    """
+    """``rope`` and ``max_position`` of families that rotate a share of each head."""
     rope = read_rope(reader)
     rotated = int(head_dim * rope.partial_rotary_factor)
     if rotated % 2 or not rotated:
         raise ConfigError(
-            f"{reader.file}: the rotated share of a head, partial_rotary_factor ({rope.partial_rotary_factor}) of "
-            f"{head_dim} dimensions, must be an even number of them, not {rotated}"
+            f"{reader.file}: partial_rotary_factor ({rope.partial_rotary_factor}) rotates {rotated} of {head_dim} "
+            "dimensions of a head: the number must be even"
         )
     return {"rope": rope, "max_position": longest_context(rope)}
 
@@ -202,10 +275,7 @@ def read_windows(reader: ConfigReader, layers: int, window: int) -> tuple[int | 
 
 
 def longest_context(rope: RopeConfig) -> int:
-    """Longest context in tokens that a model supports.
-
-    That is max_position_embeddings, or more if the scaling (linear, dynamic, yarn) extends it.
-    """
+    """The longest supported context in tokens: max_position_embeddings, or more if the RoPE scaling extends it."""
     configured: int = rope.scaling["max_position_embeddings"]
     factor = rope.scaling.get("factor")
     if rope.rope_type not in ("linear", "dynamic", "yarn") or not isinstance(factor, int | float):
@@ -214,23 +284,10 @@ def longest_context(rope: RopeConfig) -> int:
     return max(configured, int(original * factor))
 
 
-def _dtype(raw: dict[str, Any]) -> str:
-    """The dtype of the saved weights; float32 if the file does not name one, as in transformers 4."""
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in _DTYPES:
-        raise UnsupportedModelError(f"weights of type {dtype!r} are not supported; supported: {', '.join(_DTYPES)}")
-    return dtype
-
-
 def read_token_ids(reader: ConfigReader, name: str) -> tuple[int, ...]:
-    """Token ids of generation_config.json, then those of config.json; none where neither has any."""
-    return _merged_ids(name, reader.generation, reader.raw)
-
-
-def _merged_ids(name: str, *sources: dict[str, Any]) -> tuple[int, ...]:
-    """The ids of all sources without duplicates, those of the first source first."""
+    """Token ids of generation_config.json, then those of config.json, without duplicates."""
     ids: list[int] = []
-    for source in sources:
+    for source in (reader.generation, reader.raw):
         value = source.get(name)
         for token in value if isinstance(value, list) else [value]:
             if token is None or token in ids:
@@ -241,26 +298,16 @@ def _merged_ids(name: str, *sources: dict[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-# Readers of ``quantization_config``: what a checkpoint that other programs quantised says of its matrices.
+# quantization_config
 
-#: What compressed-tensors calls the ways to store matrices that are read; "dense" and "mixed-precision" are none.
 _COMPRESSED_FORMATS = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "mixed-precision",
-    "dense",
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+    *("mixed-precision", "dense"),  # no formats of matrices
 )
 
 
 def read_quantization(reader: ConfigReader) -> CheckpointQuantization | None:
-    """What the object ``quantization_config`` says; None if it is empty.
-
-    Raises:
-        ConfigError: a value is of the wrong type or impossible.
-        UnsupportedModelError: the method, or a format of it, is not supported.
-    """
+    """The checkpoint's quantisation by its ``quantization_config``; None if that is empty."""
     if not reader.raw:
         return None
     method = reader.raw.get("quant_method")
@@ -283,18 +330,13 @@ def _gptq(reader: ConfigReader) -> CheckpointQuantization:
     _only(reader, "checkpoint_format", checkpoint_format, "gptq", "gptq_v2")
     _only(reader, "pack_dtype", reader.raw.get("pack_dtype") or "int32", "int32")
     if reader.flag("is_marlin_format"):
-        raise UnsupportedModelError(
-            f"{reader.file}: GPTQ weights in the layout of Marlin (is_marlin_format) are not read"
-        )
+        raise UnsupportedModelError(f"{reader.file}: GPTQ weights in Marlin's layout (is_marlin_format) are not read")
     if reader.table("dynamic"):
         raise UnsupportedModelError(f"{reader.file}: GPTQ with other settings for some modules (dynamic) is not read")
     reordered = reader.flag("desc_act") and not reader.flag("static_groups") and group is not None
-    return CheckpointQuantization(
-        "gptq",
-        (QuantizationScheme(f"int{bits}", group, symmetric=False),),
-        zeros_minus_one=checkpoint_format == "gptq",
-        reordered=reordered,
-    )
+    schemes = (QuantizationScheme(f"int{bits}", group, symmetric=False),)
+    is_v1 = checkpoint_format == "gptq"
+    return CheckpointQuantization("gptq", schemes, zeros_minus_one=is_v1, reordered=reordered)
 
 
 def _awq(reader: ConfigReader) -> CheckpointQuantization:
@@ -311,25 +353,23 @@ def _compressed_tensors(reader: ConfigReader) -> CheckpointQuantization:
     _only(reader, "format", reader.raw.get("format"), *_COMPRESSED_FORMATS)
     schemes = []
     for name, group in reader.table("config_groups").items():
-        inside = _inside(reader, group, f"config_groups.{name}")
+        if not isinstance(group, dict):
+            raise ConfigError(f"{reader.file}: config_groups.{name} must be an object, not {group!r}")
+        inside = ConfigReader(group, reader.file)
         _only(reader, "format", inside.raw.get("format") or "dense", *_COMPRESSED_FORMATS)
-        if weights := inside.table("weights"):
-            schemes.append(_compressed_scheme(_inside(reader, weights, f"config_groups.{name}.weights")))
+        if not (weights := inside.table("weights")):
+            continue
+        inside = ConfigReader(weights, reader.file)
+        kind = weights.get("type") or "int"
+        _only(inside, "type", kind, "int", "float")
+        bits = _bits(inside, "num_bits", (4, 8) if kind == "int" else (8,))
+        strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+        _only(inside, "strategy", strategy, "tensor", "channel", "group", "block")
+        size = _group(inside, "group_size") if strategy == "group" else None
+        block = _block(inside, "block_structure") if strategy == "block" else None
+        number = f"int{bits}" if kind == "int" else "fp8"
+        schemes.append(QuantizationScheme(number, size, block, weights.get("symmetric") is not False))
     return CheckpointQuantization("compressed-tensors", tuple(schemes))
-
-
-def _compressed_scheme(reader: ConfigReader) -> QuantizationScheme:
-    kind = reader.raw.get("type") or "int"
-    _only(reader, "type", kind, "int", "float")
-    bits = _bits(reader, "num_bits", (4, 8) if kind == "int" else (8,))
-    strategy = reader.raw.get("strategy") or ("group" if reader.raw.get("group_size") else "tensor")
-    _only(reader, "strategy", strategy, "tensor", "channel", "group", "block")
-    return QuantizationScheme(
-        f"int{bits}" if kind == "int" else "fp8",
-        _group(reader, "group_size") if strategy == "group" else None,
-        _block(reader, "block_structure") if strategy == "block" else None,
-        reader.raw.get("symmetric") is not False,
-    )
 
 
 def _fp8(reader: ConfigReader) -> CheckpointQuantization:
@@ -339,17 +379,8 @@ def _fp8(reader: ConfigReader) -> CheckpointQuantization:
 
 
 _METHODS: dict[Any, Callable[[ConfigReader], CheckpointQuantization]] = {
-    "awq": _awq,
-    "compressed-tensors": _compressed_tensors,
-    "fp8": _fp8,
-    "gptq": _gptq,
+    **{"awq": _awq, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq}
 }
-
-
-def _inside(reader: ConfigReader, value: Any, name: str) -> ConfigReader:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{reader.file}: {name} must be an object, not {value!r}")
-    return type(reader)(value, reader.file)
 
 
 def _only(reader: ConfigReader, name: str, value: Any, *supported: str) -> None:
@@ -369,7 +400,7 @@ def _bits(reader: ConfigReader, name: str, supported: tuple[int, ...]) -> int:
 
 
 def _group(reader: ConfigReader, name: str) -> int | None:
-    """Values that share a scale; None if it is -1, the whole row."""
+    """The number of values that share a scale; None (-1 in the file) is the whole row."""
     return None if reader.raw.get(name) == -1 else reader.positive(name)
 
 
@@ -378,120 +409,3 @@ def _block(reader: ConfigReader, name: str) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or any(type(size) is not int or size < 1 for size in value):
         raise ConfigError(f"{reader.file}: {name} must be a list of two positive integers, not {value!r}")
     return value[0], value[1]
-
-
-_GENERATION_FILE = "generation_config.json"
-#: Fields of ``SamplingParams`` that generation_config.json may set, by their names there.
-_SAMPLING_FIELDS = {name: name for name in MODEL_DEFAULTS if name != "max_tokens"} | {"max_new_tokens": "max_tokens"}
-#: Values of the option ``generation_config`` that read no file.
-_NO_FILE = ("none", "vllm")
-
-
-def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The model configuration of ``folder``/config.json, with the special token ids of generation_config.json.
-
-    Values of ``overrides`` take the place of those of config.json; objects are merged.
-
-    Raises:
-        ConfigError: config.json is missing, is no JSON object, or a value is missing, of the wrong type or impossible.
-        UnsupportedModelError: the architecture, activation, rope type or quantization is not supported.
-    """
-    raw = _merged(read_json(folder / "config.json"), overrides or {})
-    generation_file = folder / _GENERATION_FILE
-    generation = read_json(generation_file) if generation_file.exists() else {}
-    architecture = _architecture(raw)
-    reader = ConfigReader(raw, folder / "config.json", generation)
-    base = find_base(architecture)
-    config = network_class(architecture).read_config(base or architecture, reader)
-    if base != architecture or config.is_encoder:
-        config = with_head(config, architecture, reader)
-    config = replace(config, pooler=read_pooler(folder, config, reader))
-    return replace(config, quantization=read_quantization(_quantization_fields(raw, folder)))
-
-
-def _merged(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(values)
-    for name, value in overrides.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(name), dict)
-        merged[name] = _merged(merged[name], value) if both else value
-    return merged
-
-
-def check_architecture(folder: Path) -> None:
-    """Refuses a model without a network here, from ``folder``/config.json alone and without importing torch.
-
-    Raises:
-        ConfigError: config.json is missing or no JSON object.
-        UnsupportedModelError: the architecture is not supported.
-    """
-    _architecture(read_json(folder / "config.json"))
-
-
-def default_sampling(source: str, folder: Path) -> dict[str, Any]:
-    """The model's own defaults of sampling: the fields of ``SamplingParams`` that a generation_config.json sets.
-
-    Every surface takes these before its own. The folders of GGUF files and built-in models have the file too
-    (``gguf_config``).
-
-    Args:
-        source: the engine's option ``generation_config``: "auto" (the file of ``folder``, if there is one), "none" (or
-            "vllm", as vLLM calls its own defaults), or another folder, which must have the file.
-        folder: of the model.
-
-    Raises:
-        ConfigError: the file is missing or no JSON object, or one of the fields has an impossible value.
-    """
-    if source in _NO_FILE:
-        return {}
-    file = (folder if source == "auto" else Path(source).expanduser()) / _GENERATION_FILE
-    if not file.is_file():
-        if source == "auto":
-            return {}
-        raise ConfigError(
-            f"generation_config={source!r}: there is no {file}; expected a folder that has it, 'auto' (the model's "
-            "own) or 'none'"
-        )
-    raw = read_json(file)
-    found = {ours: raw[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if raw.get(theirs) is not None}
-    try:
-        SamplingParams(**found)
-    except InvalidRequestError as e:
-        raise ConfigError(f"{file}: {e}; with generation_config='none' its sampling parameters are not read") from None
-    if "max_tokens" in found:
-        found["max_tokens"] = DefaultMaxTokens(found["max_tokens"])
-    return found
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object of a model folder's JSON file.
-
-    Raises:
-        ConfigError: it is missing, too large, not readable or no object.
-    """
-    if not file.is_file():
-        raise ConfigError(f"{file} is missing; a model folder holds config.json, tokenizer.json and *.safetensors")
-    return read_object(file)
-
-
-def _architecture(raw: dict[str, Any]) -> str:
-    supported = supported_architectures()
-    named = raw.get("architectures")
-    names = named if isinstance(named, list) and named else [architecture_of_type(str(raw.get("model_type")))]
-    for name in names:
-        if find_base(str(name)) in supported:
-            return str(name)
-    if isinstance(named, list) and named:
-        raise unsupported("model architecture", str(named[0]), supported)
-    raise unsupported("model type", str(raw.get("model_type")), supported)
-
-
-def _quantization_fields(raw: dict[str, Any], folder: Path) -> ConfigReader:
-    """What config.json, or of older checkpoints a file beside it, says about quantisation; empty if nothing."""
-    reader = ConfigReader(raw, folder / "config.json")
-    for name in ("quantization_config", "compression_config"):
-        if fields := reader.table(name):
-            return ConfigReader(fields, reader.file)
-    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
-        if (folder / name).exists():
-            return ConfigReader({"quant_method": method, **read_json(folder / name)}, folder / name)
-    return ConfigReader({}, reader.file)

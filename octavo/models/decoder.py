@@ -1,7 +1,7 @@
-"""The skeleton of decoder-only transformers: an embedding, layers, a norm and a language-model head.
+"""Decoder-only transformers: an embedding, layers, a norm and a language-model head.
 
-A family says what its layers are, and what else differs. Tensors have the names of Llama's checkpoints
-(model.embed_tokens, model.layers.N, model.norm, lm_head); ``checkpoint_map`` leads those of other families there.
+A family defines its layers. Tensors have the names of Llama's checkpoints (model.embed_tokens, model.layers.N,
+model.norm, lm_head); ``checkpoint_map`` maps those of other families.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from octavo.models.network import Network, ResidualReader
 
 
 class DecoderLayer(Layer, ABC):
-    """A layer of a decoder."""
-
     attention: Attention | LatentAttention
 
     @abstractmethod
@@ -34,14 +32,9 @@ class DecoderLayer(Layer, ABC):
 class Decoder(Network):
     """One rank's share of a decoder and its language-model head."""
 
-    head_map: tuple[CheckpointEntry, ...] = (
-        Drop(r"^lm_head\."),
-        Rename(r"^(score|classifier)\.", "score.out."),
-    )
+    head_map: tuple[CheckpointEntry, ...] = (Drop(r"^lm_head\."), Rename(r"^(score|classifier)\.", "score.out."))
     base_map: tuple[CheckpointEntry, ...] = (Rename(r"^(embed_tokens|layers|norm|final_layernorm)\.", r"model.\1."),)
-    #: A learned table of positions, which is added to the embedding.
     embed_positions: PositionEmbedding | None = None
-    #: A norm of the embedding, with its positions.
     embed_norm: RMSNorm | LayerNorm | None = None
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
@@ -78,23 +71,16 @@ class Decoder(Network):
         return int(config.hidden_size)
 
     def set_virtual_tokens(self, first: int, embeddings: np.ndarray) -> None:
-        """See ``Network``."""
         if self.is_first:
             assert self.embed_tokens.virtual is not None
             self.kernels.write(self.embed_tokens.virtual[first : first + len(embeddings)], embeddings)
 
     def embed(self, token_ids: Array) -> Array:
-        """Token ids int64 [T] to the residual stream float32 [T, E]."""
         return self.embed_tokens(token_ids)
 
     def forward_layers(
-        self,
-        residual: Array,
-        batch: ForwardBatch,
-        kv_caches: list[LayerCache],
-        reader: ResidualReader | None = None,
+        self, residual: Array, batch: ForwardBatch, kv_caches: list[LayerCache], reader: ResidualReader | None = None
     ) -> Array:
-        """The residual stream through the layers of this stage, and on the last one the norm after them."""
         if self.embed_positions is not None:
             residual = self.embed_positions.add_to(residual, batch.positions)
         if self.embed_norm is not None:
@@ -108,9 +94,7 @@ class Decoder(Network):
         return self.norm(residual) if self.is_last and self.norm is not None else residual
 
     def logits(self, hidden: Array) -> Array:
-        """Hidden states [n, E] to logits float32 [n, vocab]."""
         return super().logits(hidden) if self.head is None else self.head(hidden)
 
     def scores(self, rows: Array) -> Array:
-        """See ``Network``."""
         return super().scores(rows) if self.classifier is None else self.classifier(rows)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
-from octavo.core.model_config import ModelConfig, RopeConfig
+from octavo.core.model_config import ModelConfig
 from octavo.kernels.interface import Array, RoutingSpec
 from octavo.layers.attention import LatentAttention, LatentShape
 from octavo.layers.layer import LayerContext
@@ -22,23 +22,20 @@ from octavo.models.llama import LlamaForCausalLM, LlamaLayer, make_mlp
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(ModelConfig):
-    """``head_dim`` is the dimensions of a head that are rotated, and the one KV head the latent."""
+    """``head_dim`` is the number of rotated dimensions of a head; the latent is the one KV head."""
 
     latent: LatentShape
-    #: Scores are query * key * this.
     attention_scale: float
     #: Whether the checkpoint's rotary dimensions are neighbouring pairs.
     rope_interleave: bool
-    #: Layers after the last one, which predict further tokens and are not used.
+    #: Layers for multi-token prediction, after the last one; not used.
     prediction_layers: int
-    #: Routed experts of each layer but the first ``dense_layers``, which have a feed-forward network of
-    #: ``intermediate_size``; 0: all layers have.
+    #: Routed experts of each layer but the first ``dense_layers``; 0: all layers are dense.
     num_experts: int
     dense_layers: int
     routing: RoutingSpec
-    #: Whether a bias of each expert takes part in the choice.
+    #: Whether each expert has a bias that takes part in the choice.
     choice_bias: bool
-    #: Experts that every token has.
     shared_experts: int
     expert_intermediate_size: int
 
@@ -51,19 +48,17 @@ class DeepseekConfig(ModelConfig):
 
     @property
     def feed_forward_width(self) -> int:
-        """That of a layer without experts, or of the experts of a token and the shared ones."""
         chosen = self.routing.top_k * (self.hidden_size + 3 * self.expert_intermediate_size)
         return 3 * max(self.intermediate_size, self.shared_experts * self.expert_intermediate_size) + chosen
 
 
 class DeepseekForCausalLM(LlamaForCausalLM):
-    """A decoder-only transformer with latent attention."""
+    """Llama with latent attention, and mixtures of experts after the first layers."""
 
     def __init__(self, config: DeepseekConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         shape, last = config.latent, config.num_layers + config.prediction_layers
-        unused = "|".join(str(layer) for layer in range(config.num_layers, last))
-        if unused:
+        if unused := "|".join(str(layer) for layer in range(config.num_layers, last)):
             self.checkpoint_map = (*self.checkpoint_map, Drop(rf"^model\.layers\.({unused})\."))
         if config.rope_interleave:
             head = partial(as_halves, head=shape.nope + shape.rope, rope=shape.rope)
@@ -75,7 +70,6 @@ class DeepseekForCausalLM(LlamaForCausalLM):
             )
 
     def make_layer(self, index: int, config: ModelConfig, context: LayerContext) -> LlamaLayer:
-        """Latent attention, and a feed-forward network or, after the first layers, a mixture of them."""
         assert isinstance(config, DeepseekConfig)
         rotary = self.rotary_table(config, context)
         attention = LatentAttention(context, config.hidden_size, config.latent, config.attention_scale, rotary)
@@ -85,7 +79,6 @@ class DeepseekForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json of DeepSeek-V2 or V3."""
         refuse_activations(reader, "silu")
         if reader.flag("attention_bias"):
             raise UnsupportedModelError("latent attention with attention_bias=true is not supported")
@@ -101,9 +94,13 @@ class DeepseekForCausalLM(LlamaForCausalLM):
         )
         if shape.rope % 2 or shape.cached % 2 or rope.partial_rotary_factor != 1:
             raise ConfigError(
-                f"{reader.file}: kv_lora_rank ({shape.kv_rank}) and qk_rope_head_dim ({shape.rope}) must be even, and "
-                f"partial_rotary_factor 1, not {rope.partial_rotary_factor}"
+                f"{reader.file}: kv_lora_rank ({shape.kv_rank}) and qk_rope_head_dim ({shape.rope}) must be even, "
+                f"partial_rotary_factor ({rope.partial_rotary_factor}) 1"
             )
+        # YaRN's temperature for all dimensions, squared (Peng et al. 2023, section 3.3).
+        scale, weight, factor = 1.0, rope.scaling.get("mscale_all_dim"), rope.scaling.get("factor", 1.0)
+        if rope.rope_type != "default" and weight and factor > 1:
+            scale = float((0.1 * weight * math.log(factor) + 1.0) ** 2)
         return DeepseekConfig(
             architecture=architecture,
             hidden_size=reader.positive("hidden_size"),
@@ -117,7 +114,7 @@ class DeepseekForCausalLM(LlamaForCausalLM):
             mlp_bias=reader.flag("mlp_bias"),
             rope=rope,
             latent=shape,
-            attention_scale=(shape.nope + shape.rope) ** -0.5 * _score_scale(rope),
+            attention_scale=(shape.nope + shape.rope) ** -0.5 * scale,
             rope_interleave=not v3 or reader.raw.get("rope_interleave") is None or reader.flag("rope_interleave"),
             prediction_layers=_count(reader, "num_nextn_predict_layers"),
             **_experts(reader, v3),
@@ -129,22 +126,14 @@ class SharedAndRouted(SparseMoE):
     """Experts that every token has, as one feed-forward network, and routed ones (DeepSeek-V2, section 2.2)."""
 
     def __init__(self, config: DeepseekConfig, context: LayerContext) -> None:
-        super().__init__(
-            context,
-            config.hidden_size,
-            config.expert_intermediate_size,
-            config.num_experts,
-            config.routing,
-            choice_bias=config.choice_bias,
-        )
+        hidden, inner = config.hidden_size, config.expert_intermediate_size
+        super().__init__(context, hidden, inner, config.num_experts, config.routing, choice_bias=config.choice_bias)
         self.shared = None
         if config.shared_experts:
-            inner = config.shared_experts * config.expert_intermediate_size
-            shared = GatedMLP(context, config.hidden_size, inner, config.mlp_bias)
+            shared = GatedMLP(context, hidden, config.shared_experts * inner, config.mlp_bias)
             self.shared = self.attach("shared_experts", shared)
 
     def add_to(self, residual: Array, x: Array) -> Array:
-        """residual + the results of all experts for x, both [T, E]."""
         return super().add_to(self.shared.add_to(residual, x) if self.shared else residual, x)
 
 
@@ -158,18 +147,18 @@ def as_halves(weight: np.ndarray, head: int, rope: int) -> np.ndarray:
 
 
 def _experts(reader: ConfigReader, v3: bool) -> dict[str, Any]:
-    """The fields of ``DeepseekConfig`` that describe the mixture.
+    """The fields of ``DeepseekConfig`` for the mixture of experts.
 
-    V2 scores experts by a softmax, and a group by its best expert. V3 scores them by a sigmoid, chooses by the sum of
-    score and bias, compares groups by their best two, and divides the weights by their sum.
+    V2 scores experts by a softmax, and a group by its best expert. V3 scores them by a sigmoid, chooses by score plus
+    bias, compares groups by their best two, and divides the weights by their sum.
     """
     method = reader.raw.get("topk_method") or ("noaux_tc" if v3 else "greedy")
-    known = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
+    methods = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
     normalised = reader.flag("norm_topk_prob") or (v3 and reader.raw.get("norm_topk_prob") is None)
-    if method not in known or (normalised and not v3) or reader.positive("moe_layer_freq", 1) != 1:
+    if method not in methods or (normalised and not v3) or reader.positive("moe_layer_freq", 1) != 1:
         raise UnsupportedModelError(
             f"{reader.file}: routing with topk_method={method!r}, norm_topk_prob={normalised} and moe_layer_freq="
-            f"{reader.raw.get('moe_layer_freq', 1)} is not supported; supported: {' or '.join(known)}, "
+            f"{reader.raw.get('moe_layer_freq', 1)} is not supported; supported: {' or '.join(methods)}, "
             f"{'any' if v3 else 'false'} and 1"
         )
     grouped = method != "greedy"
@@ -193,13 +182,4 @@ def _experts(reader: ConfigReader, v3: bool) -> dict[str, Any]:
 
 
 def _count(reader: ConfigReader, name: str) -> int:
-    """A number of things of which there may be none; absent and null are 0."""
-    return 0 if reader.raw.get(name) in (None, 0) else reader.positive(name)
-
-
-def _score_scale(rope: RopeConfig) -> float:
-    """The square of YaRN's temperature for all dimensions (Peng et al. 2023, section 3.3)."""
-    weight, factor = rope.scaling.get("mscale_all_dim"), rope.scaling.get("factor", 1.0)
-    if rope.rope_type == "default" or not weight or factor <= 1:
-        return 1.0
-    return float((0.1 * weight * math.log(factor) + 1.0) ** 2)
+    return reader.positive(name) if reader.raw.get(name) else 0

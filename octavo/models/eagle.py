@@ -11,7 +11,7 @@ layers (EAGLE-3). Tensors have the names of published heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError
@@ -28,11 +28,9 @@ from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import LlamaLayer, make_mlp
 from octavo.models.network import Network, ResidualReader
 
-# The config.json of EAGLE heads, and whether a head fits the model that it drafts for.
-
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EagleMethod = Literal["eagle", "eagle3"]
-#: What config.json calls the heads of each method; published ones often name the network that they are made of.
+#: Architectures in config.json; published heads often name the network that they are made of.
 _ARCHITECTURES: dict[EagleMethod, tuple[str, ...]] = {
     "eagle": ("EagleLlamaForCausalLM", "LlamaForCausalLM"),
     "eagle3": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
@@ -41,36 +39,29 @@ _ARCHITECTURES: dict[EagleMethod, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class EagleConfig(ModelConfig):
-    """A head; ``vocab_size`` is that of the model that it drafts for."""
+    """A draft head; ``vocab_size`` is that of the target model."""
 
     method: EagleMethod = "eagle"
-    #: Tokens that it can draft.
     draft_vocab_size: int = 0
-    #: Width of the model's hidden states.
     target_hidden_size: int = 0
-    #: EAGLE-3: layers of the model whose inputs it reads, ascending; the number of layers is the last one's output.
+    #: EAGLE-3: layers of the target whose inputs are read, ascending; num_layers means the last one's output.
     #: Empty until ``fit_to`` if config.json does not say.
     feature_layers: tuple[int, ...] = ()
-    #: EAGLE-3: the residual of its layer is the normalised input.
+    #: EAGLE-3: the residual is the normalised input.
     norm_before_residual: bool = False
-    #: Whether its files hold a bias of ``fc``, and an embedding that it uses instead of the model's.
+    #: Whether its files hold a bias of ``fc``, and an embedding to use instead of the target's.
     fc_bias: bool = False
     own_embedding: bool = False
 
     @property
     def fc_inputs(self) -> list[int]:
-        """Widths of what ``fc`` is multiplied with: embedding and hidden state, or the residual streams."""
+        """Widths of the inputs of ``fc``: embedding and hidden state (EAGLE-1), or the residual streams (EAGLE-3)."""
         width = self.target_hidden_size
         return [self.hidden_size, width] if self.method == "eagle" else [width] * len(self.feature_layers)
 
 
 def read_eagle_config(method: EagleMethod, reader: ConfigReader) -> EagleConfig:
-    """The facts of a head's config.json.
-
-    Raises:
-        ConfigError: a value is missing or impossible.
-        UnsupportedModelError: the file describes another kind of head.
-    """
+    """The configuration of a head by its config.json."""
     _refuse_other_heads(method, reader)
     rope, fields = read_rope(reader), shape_fields(reader)
     bias = reader.flag("attention_bias")
@@ -89,21 +80,20 @@ def read_eagle_config(method: EagleMethod, reader: ConfigReader) -> EagleConfig:
     )
     if method == "eagle":
         return config
+    layers: Any = reader.raw.get(_LAYER_IDS) or reader.table("eagle_config").get(_LAYER_IDS) or []
+    if not isinstance(layers, list) or any(not isinstance(i, int) or isinstance(i, bool) for i in layers):
+        raise ConfigError(f"{reader.file}: {_LAYER_IDS} must be a list of layers, not {layers!r}")
     return replace(
         config,
         draft_vocab_size=reader.positive("draft_vocab_size", config.vocab_size),
         target_hidden_size=reader.positive("target_hidden_size", config.hidden_size),
-        feature_layers=_feature_layers(reader),
+        feature_layers=tuple(sorted(layers)),
         norm_before_residual=reader.flag("norm_before_residual"),
     )
 
 
 def fit_to(config: EagleConfig, target: ModelConfig) -> EagleConfig:
-    """The configuration of a head for the model ``target``.
-
-    Raises:
-        ConfigError: the head was made for another model.
-    """
+    """The configuration of a head for the model ``target``."""
     for what, own, its in (
         ("hidden size", config.target_hidden_size, target.hidden_size),
         ("vocab_size", config.vocab_size, target.vocab_size),
@@ -111,9 +101,7 @@ def fit_to(config: EagleConfig, target: ModelConfig) -> EagleConfig:
         if own != its:
             raise ConfigError(f"the head is for another model: its {what} is {own}, that of the model {its}")
     if config.draft_vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"draft_vocab_size ({config.draft_vocab_size}) must be at most vocab_size ({config.vocab_size})"
-        )
+        raise ConfigError(f"draft_vocab_size ({config.draft_vocab_size}) exceeds vocab_size ({config.vocab_size})")
     # The lengths that it was trained on do not limit it, as those are of drafts and not of contexts.
     config = replace(config, max_position=target.max_position)
     if config.method == "eagle":
@@ -123,20 +111,18 @@ def fit_to(config: EagleConfig, target: ModelConfig) -> EagleConfig:
     ids = config.feature_layers or (2, layers // 2, layers - 3)
     if list(ids) != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] <= layers:
         which = "" if config.feature_layers else ", which is the default"
-        raise ConfigError(
-            f"{_LAYER_IDS} must be distinct layers from 0 to {layers}, those of the model, not {list(ids)}{which}"
-        )
+        raise ConfigError(f"{_LAYER_IDS} must be distinct layers from 0 to {layers}, not {list(ids)}{which}")
     return replace(config, feature_layers=ids)
 
 
 def _refuse_other_heads(method: EagleMethod, reader: ConfigReader) -> None:
-    names, known = reader.raw.get("architectures"), _ARCHITECTURES[method]
-    if not isinstance(names, list) or not set(map(str, names)).intersection(known):
+    names, supported = reader.raw.get("architectures"), _ARCHITECTURES[method]
+    if not isinstance(names, list) or not set(map(str, names)).intersection(supported):
         other: EagleMethod = "eagle" if method == "eagle3" else "eagle3"
-        found = {str(name) for name in names} if isinstance(names, list) else set()
-        hint = f"; it is one of method {other!r}" if found.intersection(_ARCHITECTURES[other]) else ""
+        named = {str(name) for name in names} if isinstance(names, list) else set()
+        hint = f"; it is one of method {other!r}" if named.intersection(_ARCHITECTURES[other]) else ""
         raise UnsupportedModelError(
-            f"{reader.file}: architectures {names!r} are no head of method {method!r} ({', '.join(known)}){hint}"
+            f"{reader.file}: architectures {names!r} are no head of method {method!r} ({', '.join(supported)}){hint}"
         )
     refuse_activations(reader, "silu", "swish")
     for name in ("quantization_config", "compression_config"):
@@ -148,18 +134,8 @@ def _refuse_other_heads(method: EagleMethod, reader: ConfigReader) -> None:
     if reader.table("eagle_config").get("use_aux_hidden_state", True) is not True:
         raise UnsupportedModelError(f"{reader.file}: use_aux_hidden_state=false is not supported")
     if method == "eagle3" and reader.positive("num_hidden_layers", 1) != 1:
-        raise UnsupportedModelError(
-            f"{reader.file}: num_hidden_layers must be 1, not {reader.raw['num_hidden_layers']}: a head of EAGLE-3 has "
-            "one layer"
-        )
-
-
-def _feature_layers(reader: ConfigReader) -> tuple[int, ...]:
-    """eagle_aux_hidden_state_layer_ids, ascending; empty if there are none."""
-    given: Any = reader.raw.get(_LAYER_IDS) or reader.table("eagle_config").get(_LAYER_IDS) or []
-    if not isinstance(given, list) or any(not isinstance(i, int) or isinstance(i, bool) for i in given):
-        raise ConfigError(f"{reader.file}: {_LAYER_IDS} must be a list of layers, not {given!r}")
-    return tuple(sorted(given))
+        layers = reader.raw["num_hidden_layers"]
+        raise UnsupportedModelError(f"{reader.file}: num_hidden_layers of an EAGLE-3 head must be 1, not {layers}")
 
 
 #: Old checkpoints hold rotary tables; d2t and t2d are no weights and are read by themselves.
@@ -175,11 +151,11 @@ class EagleHead(Network):
     """
 
     config: EagleConfig
+    method: ClassVar[EagleMethod]
     #: int64 [draft_vocab_size]: the token of each draft id; None: they are the same.
     target_ids: Array | None = None
 
     def __init__(self, config: EagleConfig, context: LayerContext) -> None:
-        """The layers without weights; ``context`` is without adapters and quantisation."""
         super().__init__(config, context)
         self.embed_tokens: VocabParallelEmbedding | None = None
         if config.own_embedding:
@@ -188,21 +164,24 @@ class EagleHead(Network):
         fc = ReplicatedConcatLinear(context, config.fc_inputs, config.hidden_size, config.fc_bias)
         self.fc = self.attach("fc", fc)
 
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> EagleConfig:
+        return read_eagle_config(cls.method, reader)
+
     def attach_target(self, target: Decoder) -> None:
-        """Sets the model whose embedding, and in EAGLE-1 head, it shares."""
+        """Sets the target model, whose embedding (and with EAGLE-1 head) this head shares."""
         self._target = target
 
     def make_reader(self) -> FeatureReader | None:
-        """What is to read the residual stream of a step; None if the features are the hidden states."""
+        """The reader of the target's residual streams; None where the features are the hidden states."""
         return None
 
     def embed(self, token_ids: Array) -> Array:
-        """Token ids int64 [T] to float32 [T, E]."""
         return (self.embed_tokens or self._target.embed_tokens)(token_ids)
 
 
 class FeatureReader:
-    """Multiplies the residual streams before some layers with ``fc``, each as the network comes by."""
+    """Multiplies the residual streams before some layers with ``fc``, each as the forward pass reaches it."""
 
     def __init__(self, fc: ReplicatedConcatLinear, layers: tuple[int, ...]) -> None:
         self._fc, self._layers = fc, layers
@@ -210,7 +189,6 @@ class FeatureReader:
         self.features: Array | None = None
 
     def read(self, layer: int, residual: Array) -> None:
-        """See ``ResidualReader``."""
         if layer in self._layers:
             self.features = self._fc.product(self._layers.index(layer), residual, DType.FLOAT32, self.features)
 
@@ -228,7 +206,6 @@ class FirstLayer(DecoderLayer):
         self.mlp = self.attach("mlp", make_mlp(config, context))
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """See ``DecoderLayer``."""
         residual = self.attention.add_to(residual, residual, cache, batch)
         return self.mlp.add_to(residual, self.mlp_norm(residual))
 
@@ -236,6 +213,7 @@ class FirstLayer(DecoderLayer):
 class EagleForCausalLM(EagleHead):
     """EAGLE-1: layers over fc([embedding, hidden]); their result is a hidden state after the final norm."""
 
+    method = "eagle"
     # The embedding is a copy of the model's.
     checkpoint_map = (*_COMMON, Drop(r"^embed_tokens\.weight$"), Drop(r"^lm_head\.weight$"))
 
@@ -243,9 +221,8 @@ class EagleForCausalLM(EagleHead):
         super().__init__(config, context)
         self.layers: list[DecoderLayer] = []
         for index in range(config.num_layers):
-            attention = Attention(
-                config, context, AttentionSpec(config.head_dim**-0.5), self.rotary_table(config, context)
-            )
+            spec = AttentionSpec(config.head_dim**-0.5)
+            attention = Attention(config, context, spec, self.rotary_table(config, context))
             if index:
                 layer: DecoderLayer = LlamaLayer(config, context, attention, make_mlp(config, context))
             else:
@@ -253,19 +230,9 @@ class EagleForCausalLM(EagleHead):
             self.layers.append(self.attach(f"layers.{index}", layer))
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
 
-    @classmethod
-    def read_config(cls, architecture: str, reader: ConfigReader) -> EagleConfig:
-        """See ``read_eagle_config``."""
-        return read_eagle_config("eagle", reader)
-
     def forward_layers(
-        self,
-        residual: Array,
-        batch: ForwardBatch,
-        kv_caches: list[LayerCache],
-        reader: ResidualReader | None = None,
+        self, residual: Array, batch: ForwardBatch, kv_caches: list[LayerCache], reader: ResidualReader | None = None
     ) -> Array:
-        """See ``EagleHead``."""
         embedding = self.fc.product(0, self.embed(batch.token_ids), DType.FLOAT32)
         residual = self.fc.product(1, residual, DType.FLOAT32, embedding)
         for layer, cache in zip(self.layers, kv_caches, strict=True):
@@ -273,7 +240,6 @@ class EagleForCausalLM(EagleHead):
         return residual
 
     def logits(self, hidden: Array) -> Array:
-        """By the model's head."""
         return self._target.logits(hidden)
 
 
@@ -283,7 +249,6 @@ class ConcatAttention(Attention):
     qkv: ConcatQKVParallelLinear
 
     def make_qkv(self, config: ModelConfig, context: LayerContext) -> ConcatQKVParallelLinear:
-        """See ``Attention``."""
         return ConcatQKVParallelLinear(
             context, [config.hidden_size] * 2, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias
         )
@@ -324,38 +289,26 @@ class MidLayer(Layer):
 class Eagle3ForCausalLM(EagleHead):
     """EAGLE-3: one layer, and a head of its own over a part of the vocabulary."""
 
+    method = "eagle3"
     checkpoint_map = (*_COMMON, Rename(r"^layers\.0\.", "midlayer."))
 
     def __init__(self, config: EagleConfig, context: LayerContext) -> None:
         super().__init__(config, context)
-        attention = ConcatAttention(
-            config, context, AttentionSpec(config.head_dim**-0.5), self.rotary_table(config, context)
-        )
+        spec = AttentionSpec(config.head_dim**-0.5)
+        attention = ConcatAttention(config, context, spec, self.rotary_table(config, context))
         self.layer = self.attach("midlayer", MidLayer(config, context, attention))
         self.kv_specs = [attention.kv_spec]
         self.norm = self.attach("norm", RMSNorm(context, config.hidden_size, config.rms_norm_eps))
         head = ParallelLMHead(context, config.draft_vocab_size, config.hidden_size, None)
         self.head = self.attach("lm_head", head)
 
-    @classmethod
-    def read_config(cls, architecture: str, reader: ConfigReader) -> EagleConfig:
-        """See ``read_eagle_config``."""
-        return read_eagle_config("eagle3", reader)
-
     def make_reader(self) -> FeatureReader:
-        """See ``EagleHead``."""
         return FeatureReader(self.fc, self.config.feature_layers)
 
     def forward_layers(
-        self,
-        residual: Array,
-        batch: ForwardBatch,
-        kv_caches: list[LayerCache],
-        reader: ResidualReader | None = None,
+        self, residual: Array, batch: ForwardBatch, kv_caches: list[LayerCache], reader: ResidualReader | None = None
     ) -> Array:
-        """See ``EagleHead``."""
         return self.layer(self.embed(batch.token_ids), residual, kv_caches[0], batch)
 
     def logits(self, hidden: Array) -> Array:
-        """By its own norm and head."""
         return self.head(self.norm(hidden))

@@ -1,7 +1,7 @@
-"""The skeleton of encoders: every token sees its whole text, which is computed in one step; nothing of it is kept.
+"""Encoders, and encoder-decoders. An encoder's tokens attend to the whole text, which is computed in one step.
 
-A family says what its layers are. Tensors have the names of decoders (model.embed_tokens, model.layers.N.self_attn,
-mlp), and ``checkpoint_map`` leads those of each family there.
+A family defines its layers. Tensors have the names of decoders (model.embed_tokens, model.layers.N.self_attn, mlp);
+``checkpoint_map`` maps the names of each family to these.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from octavo.models.network import Network, ResidualReader
 
 @dataclass(frozen=True)
 class EncoderConfig(ModelConfig):
-    """What encoders have beyond ``ModelConfig``."""
+    """The configuration of an encoder."""
 
     head: Literal["lm", "sequence", "token", "none"] = "none"
     is_encoder: bool = True
@@ -40,24 +40,25 @@ class EncoderConfig(ModelConfig):
     position_offset: int = 0
     #: Rows of the table of segments (token types); 0: there is none.
     type_rows: int = 0
-    #: Whether embeddings are normalised before the first layer.
     embedding_norm: bool = True
-    #: Activation of the matrix that class scores of texts have before the last one, if they have it; those of tokens
-    #: have it where ``dense_for_tokens``.
+    #: Of the optional dense layer before the last matrix of class scores, and whether scores of tokens have it too.
     dense_activation: Activation | Literal["tanh"] | None = None
     dense_for_tokens: bool = False
     dense_bias: bool = True
-    #: Whether a norm follows it.
     dense_norm: bool = False
 
 
-class EncoderLayer(Layer):
-    """A layer with its norms after what is added (Vaswani et al. 2017): x = norm(x + f(x)), twice."""
+def make_mlp(config: EncoderConfig | EncoderDecoderConfig, context: LayerContext) -> MLP | GatedMLP:
+    """The feed-forward network of a layer."""
+    kind = GatedMLP if config.gated_mlp else MLP
+    return kind(context, config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
 
-    def __init__(
-        self, config: EncoderConfig, attention: Attention, mlp: MLP | GatedMLP, norms: list[LayerNorm | None]
-    ) -> None:
-        """``norms``: that of attention, which a family may leave out, and that of the feed-forward network."""
+
+class EncoderLayer(Layer):
+    """A layer with post-norms (Vaswani et al. 2017): x = norm(x + f(x)), twice."""
+
+    def __init__(self, attention: Attention, mlp: MLP | GatedMLP, norms: list[LayerNorm | None]) -> None:
+        """``norms``: of attention, which a family may leave out, and of the MLP."""
         super().__init__()
         self.attention = self.attach("self_attn", attention)
         self.mlp = self.attach("mlp", mlp)
@@ -73,10 +74,9 @@ class EncoderLayer(Layer):
 
 
 class PreNormLayer(EncoderLayer):
-    """A layer with its norms before what is added: x + f(norm(x)), twice."""
+    """A layer with pre-norms: x + f(norm(x)), twice."""
 
     def __call__(self, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """See ``EncoderLayer``."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
         x = self.attention.add_to(x, normed, cache, batch)
         return self.mlp.add_to(x, self.mlp_norm(x))
@@ -110,35 +110,24 @@ class Encoder(Network):
         self.head = None if config.head == "none" else self.attach("head", self.make_head(context))
 
     def make_layer(self, index: int, context: LayerContext) -> EncoderLayer:
-        """Layer ``index`` of the network."""
-        config = self.config
-        mlp: MLP | GatedMLP
-        if config.gated_mlp:
-            mlp = GatedMLP(context, config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
-        else:
-            mlp = MLP(context, config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
         norms = [self.make_attention_norm(index, context), self.make_norm(context)]
-        return self.layer_class(config, self.make_attention(index, context), mlp, norms)
+        mlp = make_mlp(self.config, context)
+        return self.layer_class(self.make_attention(index, context), mlp, norms)
 
     def make_attention(self, index: int, context: LayerContext) -> Attention:
-        """The attention of layer ``index``: over the whole text, positions in the embedding."""
         return Attention(self.config, context, AttentionSpec(self.config.head_dim**-0.5, causal=False))
 
     def make_attention_norm(self, index: int, context: LayerContext) -> LayerNorm | None:
-        """The norm of the attention of layer ``index``."""
         return self.make_norm(context)
 
     def make_norm(self, context: LayerContext) -> LayerNorm:
-        """A norm of a layer."""
         config = self.config
         return LayerNorm(context, config.hidden_size, config.layer_norm_eps, bias=config.norm_bias)
 
     def make_final_norm(self, context: LayerContext) -> LayerNorm | None:
-        """The norm after the last layer, if there is one."""
         return None
 
     def make_head(self, context: LayerContext) -> ClassificationHead:
-        """What makes class scores."""
         config = self.config
         dense = config.dense_activation if config.head == "sequence" or config.dense_for_tokens else None
         norm = self.make_norm(context) if dense is not None and config.dense_norm else None
@@ -147,17 +136,11 @@ class Encoder(Network):
         )
 
     def embed(self, token_ids: Array) -> Array:
-        """Token ids int64 [T] to the stream float32 [T, E], without positions and segments."""
         return self.embed_tokens(token_ids)
 
     def forward_layers(
-        self,
-        residual: Array,
-        batch: ForwardBatch,
-        kv_caches: list[LayerCache],
-        reader: ResidualReader | None = None,
+        self, residual: Array, batch: ForwardBatch, kv_caches: list[LayerCache], reader: ResidualReader | None = None
     ) -> Array:
-        """The stream with positions and segments through all layers: hidden states float32 [T, E]."""
         if self.embed_types is not None:
             residual = self.embed_types.add_to(residual, batch.token_types)
         if self.embed_positions is not None:
@@ -173,16 +156,11 @@ class Encoder(Network):
         return residual if self.norm is None else self.norm.float32(residual)
 
     def scores(self, rows: Array) -> Array:
-        """See ``Network``."""
         return super().scores(rows) if self.head is None else self.head(rows)
 
 
-def encoder_fields(reader: ConfigReader, **names: str) -> dict[str, Any]:
-    """Fields of ``EncoderConfig`` that all families have; ``names`` as for ``decoder_fields``.
-
-    Raises:
-        UnsupportedModelError: tokens see those before them alone, or rotary positions are scaled.
-    """
+def encoder_fields(reader: ConfigReader, bias: bool = True, **names: str) -> dict[str, Any]:
+    """Fields of ``EncoderConfig`` that all families have; ``names`` as for ``decoder_fields``."""
     for name in ("is_decoder", "causal", "add_cross_attention"):
         if reader.flag(name):
             raise UnsupportedModelError(f"{reader.file}: {name}=true is not supported for encoders")
@@ -190,10 +168,10 @@ def encoder_fields(reader: ConfigReader, **names: str) -> dict[str, Any]:
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if part.get("rope_type", "default") != "default":
             raise UnsupportedModelError(f"{reader.file}: rope_type {part['rope_type']!r} is not supported for encoders")
-    return {"qkv_bias": True, "o_bias": True, "mlp_bias": True, **decoder_fields(reader, **names)}
+    return decoder_fields(reader, bias=bias, **names)
 
 
-# The skeleton of encoder-decoder transformers (Vaswani et al. 2017).
+# Encoder-decoder transformers (Vaswani et al. 2017)
 
 Norm = LayerNorm | RMSNorm
 
@@ -206,9 +184,8 @@ class EncoderDecoderConfig(ModelConfig):
     layer_norm_eps: float = 1e-5
     activation: Activation = "gelu"
     gated_mlp: bool = False
-    #: Whether norms come before attention and feed-forward network; else they come after what is added.
+    #: Pre-norms; else post-norms.
     norm_first: bool = False
-    #: Whether a norm follows the embedding, and another the last layer.
     embedding_norm: bool = False
     final_norm: bool = False
     embedding_scale: float = 1.0
@@ -221,25 +198,19 @@ class CrossDecoderLayer(DecoderLayer):
     """Attention, cross attention and a feed-forward network, each with its norm: x + f(norm(x)), or norm(x + f(x))."""
 
     def __init__(
-        self,
-        norm_first: bool,
-        attention: Attention,
-        cross_attention: CrossAttention,
-        mlp: MLP | GatedMLP,
-        norms: list[Any],
+        self, norm_first: bool, attention: Attention, cross: CrossAttention, mlp: MLP | GatedMLP, norms: list[Any]
     ) -> None:
         """``norms``: of attention, of cross attention and of the feed-forward network."""
         super().__init__()
         self.norm_first = norm_first
         self.attention = self.attach("self_attn", attention)
         self.attention_norm = self.attach("attention_norm", norms[0])
-        self.cross_attention = self.attach("cross_attn", cross_attention)
+        self.cross_attention = self.attach("cross_attn", cross)
         self.cross_norm = self.attach("cross_norm", norms[1])
         self.mlp = self.attach("mlp", mlp)
         self.mlp_norm = self.attach("mlp_norm", norms[2])
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """See ``DecoderLayer``."""
         x = self._attended(residual, cache, batch)
         if self.norm_first:
             x = self.cross_attention.add_to(x, self.cross_norm(x), cache, batch)
@@ -248,24 +219,23 @@ class CrossDecoderLayer(DecoderLayer):
         return self.mlp_norm.float32(self.mlp.add_to(x, x))
 
     def _attended(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """The stream after the attention over the tokens themselves."""
         if self.norm_first:
             return self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
         return self.attention_norm.float32(self.attention.add_to(residual, residual, cache, batch))
 
     def cross_queries(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> CrossQueries:
-        """Those that ``__call__`` has of the same arguments; the input's memory may be reused."""
+        """The queries that ``__call__`` computes from the same arguments; the input's memory may be reused."""
         x = self._attended(residual, cache, batch)
         return self.cross_attention.queries(self.cross_norm(x) if self.norm_first else x)
 
 
 class EncoderStack(Layer):
-    """The layers of the encoder, with what comes before the first and after the last."""
+    """The encoder: positions, norm of the embedding, layers, final norm."""
 
     def __init__(
         self, config: EncoderDecoderConfig, context: LayerContext, layers: list[EncoderLayer], norms: list[Norm | None]
     ) -> None:
-        """``norms``: of the embedding and after the last layer, None where there is none."""
+        """``norms``: of the embedding and after the last layer; None where there is none."""
         super().__init__()
         encoder = config.encoder
         self.embed_positions = None
@@ -312,58 +282,41 @@ class EncoderDecoder(Decoder):
         spec = self.encoder.layers[0].attention.kv_spec
         self.workspace = replace(spec, kind="full", window=None)
 
-    # --- what a family may say otherwise ----------------------------------------------------------------------------
-
     def make_norm(self, config: Any, context: LayerContext) -> Norm:
-        """A norm of the encoder or the decoder."""
         return LayerNorm(context, config.hidden_size, config.layer_norm_eps)
 
-    def make_mlp(self, config: Any, context: LayerContext) -> MLP | GatedMLP:
-        """A feed-forward network; ``config`` is the decoder's or that of its encoder."""
-        kind = GatedMLP if config.gated_mlp else MLP
-        return kind(context, config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
-
     def make_attention(self, index: int, config: Any, context: LayerContext) -> Attention:
-        """The self-attention of layer ``index`` of the decoder."""
         return Attention(config, context, AttentionSpec(config.head_dim**-0.5))
 
     def make_cross_attention(self, index: int, config: Any, context: LayerContext) -> CrossAttention:
-        """The cross attention of layer ``index`` of the decoder."""
         return CrossAttention(config, context, width=config.encoder.hidden_size)
 
     def make_encoder_attention(self, index: int, config: EncoderConfig, context: LayerContext) -> Attention:
-        """The attention of layer ``index`` of the encoder, over its whole input."""
         return Attention(config, context, AttentionSpec(config.head_dim**-0.5, causal=False))
 
     def make_final_norm(self, config: Any, context: LayerContext) -> Norm | None:
-        """The norm after the last layer of the decoder."""
         return self.make_norm(config, context) if config.final_norm else None
 
     def make_layer(self, index: int, config: Any, context: LayerContext) -> CrossDecoderLayer:
-        """Layer ``index`` of the decoder."""
         norms = [self.make_norm(config, context) for _ in range(3)]
         attention = self.make_attention(index, config, context)
         cross = self.make_cross_attention(index, config, context)
-        return CrossDecoderLayer(config.norm_first, attention, cross, self.make_mlp(config, context), norms)
+        return CrossDecoderLayer(config.norm_first, attention, cross, make_mlp(config, context), norms)
 
     def make_encoder(self, config: EncoderDecoderConfig, context: LayerContext) -> EncoderStack:
-        """The encoder."""
         encoder = config.encoder
         layer_class = PreNormLayer if config.norm_first else EncoderLayer
         layers = []
         for index in range(encoder.num_layers):
             norms: list[Any] = [self.make_norm(encoder, context) for _ in range(2)]
             attention = self.make_encoder_attention(index, encoder, context)
-            layers.append(layer_class(encoder, attention, self.make_mlp(encoder, context), norms))
+            layers.append(layer_class(attention, make_mlp(encoder, context), norms))
         first = self.make_norm(encoder, context) if config.embedding_norm else None
         last = self.make_norm(encoder, context) if config.final_norm else None
         return EncoderStack(config, context, layers, [first, last])
 
-    # --- the encoder's input ----------------------------------------------------------------------------------------
-
     @classmethod
     def prepare_input(cls, config: ModelConfig, kind: str, payload: bytes) -> np.ndarray:
-        """See ``Network``: text, as token ids."""
         if kind != TOKENS:
             raise InvalidRequestError(f"{config.architecture} reads text, not {kind}")
         return np.frombuffer(payload, "<i4").astype(np.int64)
@@ -373,7 +326,6 @@ class EncoderDecoder(Decoder):
         return self.embed_tokens(inputs)
 
     def encode(self, inputs: Array, batch: ForwardBatch, workspace: LayerCache, kv_caches: list[LayerCache]) -> Array:
-        """See ``Network``."""
         states = self.encoder(self.embed_input(inputs), batch, workspace)
         for layer, cache in zip(self.layers, kv_caches, strict=True):
             assert isinstance(layer, CrossDecoderLayer)
@@ -381,7 +333,6 @@ class EncoderDecoder(Decoder):
         return states
 
     def cross_queries(self, layer: int, residual: Array, cache: LayerCache, batch: ForwardBatch) -> CrossQueries:
-        """See ``Network``."""
-        found = self.layers[layer]
-        assert isinstance(found, CrossDecoderLayer)
-        return found.cross_queries(residual, cache, batch)
+        decoder_layer = self.layers[layer]
+        assert isinstance(decoder_layer, CrossDecoderLayer)
+        return decoder_layer.cross_queries(residual, cache, batch)

@@ -1,9 +1,8 @@
-"""The Gemma family: Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118), the text part of Gemma 3 (arXiv 2503.19786).
+"""The Gemma family: Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118), Gemma 3 (arXiv 2503.19786).
 
-All scale the embeddings by the root of their size, hold norm weights as their difference from one, and gate the MLP by
-gelu. Gemma 2 also norms what attention and MLP add to the residual stream, caps scores and logits, and gives a window
-to every other layer. Gemma 3 has norms on queries and keys instead of caps, five layers with a window for each global
-one, and rotates the two kinds by bases of their own.
+All scale the embeddings by the root of their size, store norm weights minus 1, and gate the MLP by gelu. Gemma 2 adds
+norms after attention and MLP, caps of scores and logits, and a window in every other layer. Gemma 3 has norms of
+queries and keys instead of caps, five layers with a window for each global one, and a RoPE base for each kind.
 """
 
 from __future__ import annotations
@@ -23,44 +22,35 @@ from octavo.layers.attention import Attention
 from octavo.layers.layer import LayerContext, RMSNorm
 from octavo.layers.mlp import GatedMLP
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename, Transform, transpose
-from octavo.models.config_files import ConfigReader, read_rope, read_windows, refuse_activations, shape_fields
+from octavo.models.config_files import (
+    ConfigReader,
+    fields_of,
+    read_rope,
+    read_windows,
+    refuse_activations,
+    shape_fields,
+)
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import LlamaLayer
 from octavo.models.network import tower_context
-from octavo.models.vision import (
-    VIT_NAMES,
-    Projection,
-    VisionTransformer,
-    VitConfig,
-    VitTower,
-    fields_of,
-    read_pixels,
-    read_siglip,
-)
+from octavo.models.vision import VIT_NAMES, Projection, VisionTransformer, VitConfig, VitTower, read_pixels, read_siglip
 
 
 @dataclass(frozen=True)
 class GemmaConfig(ModelConfig):
-    """A ``ModelConfig`` whose ``rope`` is that of the global layers."""
+    """``rope`` is that of the global layers, ``local_rope`` that of the layers with a window."""
 
-    #: Of the layers with a window.
     local_rope: RopeConfig = field(default_factory=RopeConfig)
     #: Scores are query * key * query_scale.
     query_scale: float = 0.0625
     #: Caps of attention scores and of logits: ``cap * tanh(x / cap)``.
     score_cap: float | None = None
     logit_cap: float | None = None
-    #: Whether norms stand also after attention and MLP.
     post_norms: bool = False
 
 
 class GemmaForCausalLM(Decoder):
-    """A decoder-only transformer with its language-model head."""
-
-    checkpoint_map: tuple[CheckpointEntry, ...] = (
-        Drop(r"rotary_emb\.inv_freq$"),
-        Drop(r"^lm_head\.weight$"),
-    )
+    checkpoint_map: tuple[CheckpointEntry, ...] = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
 
     def __init__(self, config: GemmaConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -70,7 +60,6 @@ class GemmaForCausalLM(Decoder):
             self.embed_tokens.scale = float(np.array(config.hidden_size**0.5).astype(context.dtype.numpy))
 
     def make_layer(self, index: int, config: GemmaConfig, context: LayerContext) -> DecoderLayer:
-        """Layer ``index`` of the network; those with a window have a rope of their own."""
         window = config.sliding_windows[index]
         rotary = self.rotary_table(replace(config, rope=config.local_rope) if window else config, context)
         # Tokens of an image see each other in both directions.
@@ -83,20 +72,17 @@ class GemmaForCausalLM(Decoder):
         return LlamaLayer(config, context, attention, mlp, GemmaNorm)
 
     def make_final_norm(self, config: GemmaConfig, context: LayerContext) -> GemmaNorm:
-        """The norm after the last layer."""
         return GemmaNorm(context, config.hidden_size, config.rms_norm_eps)
 
     def logits(self, hidden: Array) -> Array:
-        """With the cap of Gemma 2."""
         logits = super().logits(hidden)
         return logits if self.logit_cap is None else self.kernels.soft_cap(logits, self.logit_cap)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json of any of the architectures; of one that sees images, of its text part."""
-        given = reader.raw | reader.table("text_config")
-        given["hidden_act"] = given.get("hidden_activation") or given.get("hidden_act") or "gelu_pytorch_tanh"
-        reader = replace(reader, raw=_DEFAULTS[architecture] | given)
+        raw = reader.raw | reader.table("text_config")
+        raw["hidden_act"] = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
+        reader = replace(reader, raw=_DEFAULTS[architecture] | raw)
         # "gelu" in the first Gemma's files means what it was trained with, which is by tanh.
         refuse_activations(reader, "gelu_pytorch_tanh", *(["gelu"] if architecture == "GemmaForCausalLM" else []))
         if reader.flag("use_bidirectional_attention"):
@@ -122,14 +108,14 @@ class GemmaForCausalLM(Decoder):
 
 
 class GemmaNorm(RMSNorm):
-    """A norm whose weight is 1 more than the checkpoint's."""
+    """An RMS norm whose weight is 1 plus the checkpoint's."""
 
     def __init__(self, context: LayerContext, size: int, eps: float) -> None:
         super().__init__(context, size, eps, unit_offset=True)
 
 
 class SandwichNormLayer(DecoderLayer):
-    """A layer of Gemma 2 and 3: norms before attention and MLP, and on what they add to the residual stream."""
+    """The layer of Gemma 2 and 3: norms before and after attention and MLP."""
 
     attention: Attention
 
@@ -144,53 +130,31 @@ class SandwichNormLayer(DecoderLayer):
         self.mlp_post_norm = self.attach("post_feedforward_layernorm", norms[3])
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """See ``DecoderLayer``."""
         attended = self.attention(self.attention_norm(residual), cache, batch)
         residual = self.attention_post_norm.add_to(residual, attended)
         return self.mlp_post_norm.add_to(residual, self.mlp(self.mlp_norm(residual)))
 
 
-#: What config.json leaves out if it is the default of transformers; files of Gemma 3 leave out much.
+#: Defaults of transformers, which config.json may leave out.
 _COMMON: dict[str, Any] = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192},
+    **{"rope_theta": 10000.0, "tie_word_embeddings": True, "eos_token_id": 1, "bos_token_id": 2},
+}
+_GEMMA = _COMMON | {
+    **{"vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28},
+    **{"num_attention_heads": 16, "num_key_value_heads": 16},
 }
 _GEMMA2 = _COMMON | {
-    "vocab_size": 256000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 2,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
+    **{"vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+    **{"query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+    **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 }
 _GEMMA3 = _GEMMA2 | {
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 10000.0,
-    "sliding_window_pattern": 6,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
+    **{"vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 10000.0},
+    **{"sliding_window_pattern": 6, "attn_logit_softcapping": None, "final_logit_softcapping": None},
 }
 _DEFAULTS = {
-    "GemmaForCausalLM": _COMMON
-    | {
-        "vocab_size": 256000,
-        "hidden_size": 3072,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-    },
+    "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
@@ -209,12 +173,12 @@ def _ropes(reader: ConfigReader) -> tuple[RopeConfig, RopeConfig]:
     by_type = replace(reader, raw=reader.table("rope_parameters"))
     full = {"rope_theta": raw["rope_theta"]} | reader.table("rope_scaling") | by_type.table("full_attention")
     local = {"rope_theta": raw["rope_local_base_freq"]} | by_type.table("sliding_attention")
-    read = [read_rope(replace(reader, raw=raw | {"rope_parameters": given})) for given in (full, local)]
+    read = [read_rope(replace(reader, raw=raw | {"rope_parameters": rope})) for rope in (full, local)]
     return read[0], read[1]
 
 
 def _windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: by ``layer_types``, or the last of each ``sliding_window_pattern`` layers has none."""
+    """The window of each layer: by layer_types, else by sliding_window_pattern, whose last layer has none."""
     if "sliding_window_pattern" not in reader.raw:
         return (None,) * layers
     window = reader.positive("sliding_window")
@@ -228,20 +192,15 @@ def _cap(reader: ConfigReader, name: str) -> float | None:
     return None if reader.raw.get(name) is None else reader.number(name, 1.0)
 
 
-# Gemma 3 with images (arXiv 2503.19786, section 2.1): SigLIP, whose patches are averaged in squares, before Gemma.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(GemmaConfig):
-    """That of the language model, and of what is before it."""
-
     vision: VitConfig
-    #: Patches of a side of the square that makes a feature.
+    #: Side, in patches, of the square that makes a feature.
     pooled_side: int
 
 
 class Gemma3Tower(VitTower):
-    """SigLIP, the mean of each square of patches, and a matrix."""
+    """SigLIP, the mean of each square of patches, and a matrix (arXiv 2503.19786, section 2.1)."""
 
     def __init__(self, config: Gemma3Config, context: LayerContext) -> None:
         vision = config.vision
@@ -251,14 +210,13 @@ class Gemma3Tower(VitTower):
         self.projector = self.attach("projector", projector)
 
     def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
-        """See ``Tower``."""
         assert self.vision.post_norm is not None
         stream = self.vision.post_norm.float32(self.vision(rows, batch, caches[0]))
         return self.projector(self.norm(self.kernels.mean_sampled(stream, batch, self.merge**2)))
 
 
 class Gemma3ForConditionalGeneration(GemmaForCausalLM):
-    """Gemma 3 that sees images; a checkpoint without a tower is its language model."""
+    """Gemma 3 with images; without a tower in the checkpoint, its language model."""
 
     checkpoint_map = (
         Rename(r"^(model\.)?vision_tower\.(vision_model\.)?", "tower.vision."),
@@ -279,7 +237,6 @@ class Gemma3ForConditionalGeneration(GemmaForCausalLM):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json, whose ``text_config`` and ``vision_config`` are those of the two networks."""
         text = GemmaForCausalLM.read_config(architecture, reader)
         table = reader.table("vision_config")
         if not table:
@@ -294,8 +251,8 @@ class Gemma3ForConditionalGeneration(GemmaForCausalLM):
         side = math.isqrt(tokens)
         if side * side != tokens or vision.side % side:
             raise ConfigError(
-                f"{reader.file}: mm_tokens_per_image ({tokens}) must be the square of a divisor of the patches of a "
-                f"side, image_size / patch_size ({vision.side})"
+                f"{reader.file}: mm_tokens_per_image ({tokens}) must be the square of a divisor of image_size / "
+                f"patch_size ({vision.side})"
             )
         token = reader.positive(reader.named("image_token_id", "image_token_index"), 262144)
         fields = fields_of(text) | {"image_facts": ImageFacts("gemma3", token, whole=tokens)}

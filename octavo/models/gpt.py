@@ -1,8 +1,4 @@
-"""The decoders that descend from GPT: layer norms with biases, and feed-forward networks of two matrices.
-
-Their checkpoints have names of their own for the same parts. Learned positions are model.embed_positions, the matrices
-of a plain feed-forward network mlp.fc1 and mlp.fc2.
-"""
+"""The GPT family: decoders with layer norms; first the base network, then its variants."""
 
 from __future__ import annotations
 
@@ -35,8 +31,7 @@ from octavo.models.config_files import ConfigReader, decoder_fields, read_activa
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import make_mlp
 
-#: What the families call their parts. Old checkpoints hold masks and rotary tables; those with tied embeddings may hold
-#: the head too.
+#: Old checkpoints hold masks and rotary tables; those with tied embeddings may hold the head too.
 GPT_NAMES: tuple[CheckpointEntry, ...] = (
     Drop(r"\.(attn|attention)\.(masked_bias|bias|embed_positions)$"),
     Drop(r"rotary_emb\.inv_freq$"),
@@ -63,21 +58,16 @@ def split_by_kv_head(config: ModelConfig) -> tuple[CheckpointEntry, ...]:
 
 @dataclass(frozen=True)
 class GPTConfig(ModelConfig):
-    """What several families have beyond ``ModelConfig``."""
-
     layer_norm_eps: float = 1e-5
     activation: Activation = "gelu_tanh"
-    #: How a token's position enters: a row of a learned table is added to its embedding, its queries and keys are
-    #: rotated, or its attention is biased by distance (ALiBi).
+    #: A learned table added to the embedding, rotation of queries and keys, or a bias of scores by distance (ALiBi).
     positions: Literal["learned", "rotary", "alibi"] = "rotary"
-    #: Learned positions: the table's rows, and the row of position 0.
+    #: Rows of the learned table, and the row of position 0.
     position_rows: int = 0
     position_offset: int = 0
-    #: Factor of ALiBi's slopes.
     alibi_factor: float = 1.0
-    #: See ``GPTLayer``.
     layout: Literal["sequential", "parallel", "parallel, two norms"] = "sequential"
-    #: Whether the feed-forward network has a gate, with silu, and is not ``activation`` between two matrices.
+    #: A gated MLP with silu; else two matrices with ``activation`` between them.
     gated_mlp: bool = False
     norm_bias: bool = True
 
@@ -91,7 +81,7 @@ class GPTLayer(DecoderLayer):
     """
 
     def __init__(self, config: GPTConfig, attention: Attention, mlp: MLP | GatedMLP, norms: list[LayerNorm]) -> None:
-        """``norms`` are one or two, as the layout has it."""
+        """``norms``: one, or two where the layout has two."""
         super().__init__()
         self.is_sequential = config.layout == "sequential"
         self.attention_norm = self.mlp_norm = self.attach("input_layernorm", norms[0])
@@ -101,7 +91,6 @@ class GPTLayer(DecoderLayer):
         self.mlp = self.attach("mlp", mlp)
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """See ``DecoderLayer``."""
         x = self.attention_norm(residual)
         if self.is_sequential:
             residual = self.attention.add_to(residual, x, cache, batch)
@@ -111,7 +100,7 @@ class GPTLayer(DecoderLayer):
 
 
 class GPTDecoder(Decoder):
-    """A decoder as its ``GPTConfig`` says."""
+    """The base network; ``GPTConfig`` says positions, layout, biases and norms."""
 
     checkpoint_map: tuple[CheckpointEntry, ...] = GPT_NAMES
 
@@ -122,7 +111,6 @@ class GPTDecoder(Decoder):
             self.embed_positions = self.attach("model.embed_positions", table)
 
     def make_layer(self, index: int, config: Any, context: LayerContext) -> DecoderLayer:
-        """Layer ``index`` of the network."""
         attention = self.make_attention(index, config, context)
         mlp: MLP | GatedMLP
         if config.gated_mlp:
@@ -133,11 +121,9 @@ class GPTDecoder(Decoder):
         return self.layer_class(config)(config, attention, mlp, norms)
 
     def layer_class(self, config: Any) -> type[GPTLayer]:
-        """The arithmetic of layers."""
         return GPTLayer
 
     def make_attention(self, index: int, config: Any, context: LayerContext) -> Attention:
-        """The attention of layer ``index``."""
         slopes = rotary = None
         if config.positions == "alibi":
             slopes = tuple(config.alibi_factor * slope for slope in alibi_slopes(config.num_heads))
@@ -148,28 +134,21 @@ class GPTDecoder(Decoder):
         return Attention(config, context, spec, rotary)
 
     def make_norm(self, config: Any, context: LayerContext) -> LayerNorm:
-        """A norm of a layer, or that after the last one."""
         return LayerNorm(context, config.hidden_size, config.layer_norm_eps, bias=config.norm_bias)
 
     def make_final_norm(self, config: Any, context: LayerContext) -> LayerNorm | None:
-        """As the norms of layers."""
         return self.make_norm(config, context)
-
-
-# GPT-2 (Radford et al. 2019) and StarCoder: learned positions, and a norm before each part of a layer.
 
 
 @dataclass(frozen=True)
 class GPT2Config(GPTConfig):
-    """Variations of the scale of scores."""
-
-    #: Whether scores are divided by the root of the head size, and whether by the number of the layer, from 1.
+    #: Whether scores are divided by the root of the head size, and by the number of the layer, from 1.
     scale_by_head_size: bool = True
     scale_by_layer: bool = False
 
 
 class GPT2LMHeadModel(GPTDecoder):
-    """GPT-2; in its checkpoints, matrices are transposed, and queries, keys and values fused."""
+    """GPT-2 (Radford et al. 2019): learned positions. Checkpoints have transposed matrices and fused QKV."""
 
     checkpoint_map: tuple[CheckpointEntry, ...] = (
         *GPT_NAMES,
@@ -184,19 +163,15 @@ class GPT2LMHeadModel(GPTDecoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json; the transposed layout of matrices is no choice of it."""
         reader = reader.with_defaults(tie_word_embeddings=True, scale_attn_weights=True)
         if reader.flag("add_cross_attention"):
             raise UnsupportedModelError(f"{reader.file}: add_cross_attention is not supported: there is no encoder")
         positions = reader.positive("n_positions", 1024)
-        fields = decoder_fields(reader, hidden="n_embd", layers="n_layer", heads="n_head")
+        fields = decoder_fields(reader, hidden="n_embd", layers="n_layer", heads="n_head", bias=True)
         return GPT2Config(
             architecture=architecture,
             intermediate_size=reader.positive("n_inner", 4 * fields["hidden_size"]),
             max_position=positions,
-            qkv_bias=True,
-            o_bias=True,
-            mlp_bias=True,
             layer_norm_eps=reader.number("layer_norm_epsilon", 1e-5),
             activation=read_activation(reader, "activation_function", "gelu_new"),
             positions="learned",
@@ -208,10 +183,7 @@ class GPT2LMHeadModel(GPTDecoder):
 
 
 class GPTBigCodeForCausalLM(GPT2LMHeadModel):
-    """StarCoder (Li et al. 2023): all query heads share a KV head, and matrices are not transposed.
-
-    In checkpoints with a KV head for each query head, rows are grouped by head.
-    """
+    """StarCoder (Li et al. 2023): GPT-2 with one KV head for all queries, or with QKV rows grouped by head."""
 
     def __init__(self, config: GPT2Config, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -223,15 +195,12 @@ class GPTBigCodeForCausalLM(GPT2LMHeadModel):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """As GPT-2's, with the number of KV heads."""
         reader = reader.with_defaults(multi_query=True, activation_function="gelu_pytorch_tanh")
         config = super().read_config(architecture, reader)
         return replace(config, num_kv_heads=1) if reader.flag("multi_query") else config
 
 
-# GPT-NeoX (Black et al. 2022) and Pythia: attention and feed-forward network side by side, partly rotated heads.
-
-
+# GPT-NeoX (Black et al. 2022) and Pythia: attention and MLP side by side, each behind a norm; partly rotated heads
 class GPTNeoXForCausalLM(GPTDecoder):
     """GPT-NeoX; in its checkpoints, the rows of queries, keys and values are grouped by head."""
 
@@ -263,23 +232,16 @@ class GPTNeoXForCausalLM(GPTDecoder):
         )
 
 
-# GPT-J (Wang & Komatsuzaki 2021): one norm for attention and feed-forward network, which are side by side.
-
-
 class GPTJForCausalLM(GPTDecoder):
-    """GPT-J; in its checkpoints, neighbouring dimensions of a head are rotated together."""
+    """GPT-J (Wang & Komatsuzaki 2021): attention and MLP side by side behind one norm; rotates neighbouring pairs."""
 
     def __init__(self, config: GPTConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         rotated = int(config.head_dim * config.rope.partial_rotary_factor)
-        self.checkpoint_map = (
-            *GPT_NAMES,
-            Permute(r"\.[qk]_proj\.weight$", halve_pairs(config.num_heads, rotated)),
-        )
+        self.checkpoint_map = (*GPT_NAMES, Permute(r"\.[qk]_proj\.weight$", halve_pairs(config.num_heads, rotated)))
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json."""
         fields = decoder_fields(reader, hidden="n_embd", layers="n_layer", heads="n_head")
         head_dim, rotated = fields["head_dim"], reader.positive("rotary_dim", 64)
         if rotated > head_dim or rotated % 2:
@@ -300,27 +262,20 @@ class GPTJForCausalLM(GPTDecoder):
         )
 
 
-# Phi-1, Phi-1.5 and Phi-2 (Gunasekar et al. 2023, Li et al. 2023): GPT-J's layer with biases everywhere.
-
-
 class PhiForCausalLM(GPTDecoder):
-    """Phi-1 to Phi-2."""
+    """Phi-1, Phi-1.5 and Phi-2 (Gunasekar et al. 2023, Li et al. 2023): GPT-J's layer with biases everywhere."""
 
     checkpoint_map = (*GPT_NAMES, Rename(r"^(model\.)?final_layernorm\.", "model.norm."))
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json."""
         if reader.flag("qk_layernorm"):
             raise UnsupportedModelError(f"{reader.file}: qk_layernorm=true is not supported")
         reader = reader.with_defaults(partial_rotary_factor=0.5, max_position_embeddings=2048)
-        fields = decoder_fields(reader, kv_heads="num_key_value_heads")
+        fields = decoder_fields(reader, kv_heads="num_key_value_heads", bias=True)
         return GPTConfig(
             architecture=architecture,
             intermediate_size=reader.positive("intermediate_size", 4 * fields["hidden_size"]),
-            qkv_bias=True,
-            o_bias=True,
-            mlp_bias=True,
             head_bias=True,
             layout="parallel",
             layer_norm_eps=reader.number("layer_norm_eps", 1e-5),
@@ -330,25 +285,18 @@ class PhiForCausalLM(GPTDecoder):
         )
 
 
-# StarCoder2 (Lozhkov et al. 2024): rotary positions, grouped heads and a window between plain layer norms.
-
-
 class Starcoder2ForCausalLM(GPTDecoder):
-    """StarCoder2."""
+    """StarCoder2 (Lozhkov et al. 2024): rotary positions, grouped-query attention, and a window."""
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json."""
         reader = reader.with_defaults(tie_word_embeddings=True, use_bias=True, max_position_embeddings=4096)
-        fields, bias = decoder_fields(reader, kv_heads="num_key_value_heads"), reader.flag("use_bias")
+        fields = decoder_fields(reader, kv_heads="num_key_value_heads", bias=reader.flag("use_bias"))
         fields |= rotary_fields(reader, fields["head_dim"])
         window = reader.positive("sliding_window", fields["max_position"])
         return GPTConfig(
             architecture=architecture,
             intermediate_size=reader.positive("intermediate_size"),
-            qkv_bias=bias,
-            o_bias=bias,
-            mlp_bias=bias,
             layer_norm_eps=reader.number("norm_epsilon", 1e-5),
             activation=read_activation(reader, "hidden_act", "gelu_pytorch_tanh"),
             sliding_windows=(window if window < fields["max_position"] else None,) * fields["num_layers"],
@@ -356,15 +304,11 @@ class Starcoder2ForCausalLM(GPTDecoder):
         )
 
 
-# StableLM (Bellagente et al. 2024): Llama's layer with layer norms, partly rotated heads, and a parallel variant.
-
-
 class StableLmForCausalLM(GPTDecoder):
-    """StableLM."""
+    """StableLM (Bellagente et al. 2024): gated MLPs and partly rotated heads; parallel in some checkpoints."""
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json."""
         refuse_activations(reader, "silu", "swish")
         if reader.flag("qk_layernorm"):
             raise UnsupportedModelError(f"{reader.file}: qk_layernorm=true (StableLM 2 12B) is not supported")
@@ -382,14 +326,9 @@ class StableLmForCausalLM(GPTDecoder):
         )
 
 
-# Bloom (Le Scao et al. 2022): attention with linear biases (ALiBi), and a norm of the embedding.
-
-
 @dataclass(frozen=True)
 class BloomConfig(GPTConfig):
-    """What the sums of a layer start from."""
-
-    #: Whether a layer adds to its norms' results, or to their inputs.
+    #: Whether a layer adds to its norms' results, and not to their inputs.
     residual_after_norm: bool = False
 
 
@@ -397,14 +336,13 @@ class NormedResidualLayer(GPTLayer):
     """norm(x) + attention(norm(x)), and then other_norm(x) + mlp(other_norm(x)) of the sum."""
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """See ``GPTLayer``."""
         x = self.attention_norm.float32(residual)
         x = self.mlp_norm.float32(self.attention.add_to(x, x, cache, batch))
         return self.mlp.add_to(x, x)
 
 
 class BloomForCausalLM(GPTDecoder):
-    """Bloom; in its checkpoints, the rows of queries, keys and values are grouped by head."""
+    """Bloom (Le Scao et al. 2022): ALiBi, and a norm of the embedding. Checkpoints group QKV rows by head."""
 
     def __init__(self, config: BloomConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -418,27 +356,22 @@ class BloomForCausalLM(GPTDecoder):
         )
 
     def layer_class(self, config: BloomConfig) -> type[GPTLayer]:
-        """What the sums start from."""
         return NormedResidualLayer if config.residual_after_norm else GPTLayer
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json, in the spellings of the published files and of transformers."""
         reader = reader.with_defaults(tie_word_embeddings=True)
         fields = decoder_fields(
             reader,
             hidden=reader.named("n_embed", "hidden_size"),
             layers=reader.named("num_hidden_layers", "n_layer"),
             heads=reader.named("num_attention_heads", "n_head"),
+            bias=True,
         )
         return BloomConfig(
             architecture=architecture,
             intermediate_size=4 * fields["hidden_size"],
-            # No table ends here; it is the length of the texts that it was trained on.
-            max_position=reader.positive("seq_length", 2048),
-            qkv_bias=True,
-            o_bias=True,
-            mlp_bias=True,
+            max_position=reader.positive("seq_length", 2048),  # of the training; ALiBi has no end
             layer_norm_eps=reader.number("layer_norm_epsilon", 1e-5),
             positions="alibi",
             residual_after_norm=reader.flag("apply_residual_connection_post_layernorm"),
@@ -446,11 +379,8 @@ class BloomForCausalLM(GPTDecoder):
         )
 
 
-# Falcon (Almazrouei et al. 2023), in its three forms of attention and of layers.
-
-
 class FalconForCausalLM(GPTDecoder):
-    """Falcon; in its checkpoints, the rows of queries, keys and values are grouped by KV head."""
+    """Falcon (Almazrouei et al. 2023): multi-query or grouped; parallel in most sizes. QKV rows grouped by KV head."""
 
     def __init__(self, config: GPTConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -458,13 +388,21 @@ class FalconForCausalLM(GPTDecoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json."""
         reader = reader.with_defaults(
             tie_word_embeddings=True, multi_query=True, parallel_attn=True, max_position_embeddings=2048
         )
         is_new = reader.flag("new_decoder_architecture")
-        fields = decoder_fields(reader, kv_heads="num_kv_heads" if is_new else None)
-        head_dim, bias = fields["head_dim"], reader.flag("bias")
+        fields = decoder_fields(reader, kv_heads="num_kv_heads" if is_new else None, bias=reader.flag("bias"))
+        layout: Literal["sequential", "parallel", "parallel, two norms"] = "parallel"
+        if not reader.flag("parallel_attn"):
+            layout = "sequential"
+            if is_new:
+                raise UnsupportedModelError(
+                    f"{reader.file}: parallel_attn=false with new_decoder_architecture=true is not supported"
+                )
+        elif is_new and reader.positive("num_ln_in_parallel_attn", 2) == 2:
+            layout = "parallel, two norms"
+        head_dim = fields["head_dim"]
         if reader.flag("multi_query") and not is_new:
             fields["num_kv_heads"] = 1
         if reader.flag("alibi"):
@@ -476,28 +414,12 @@ class FalconForCausalLM(GPTDecoder):
         return GPTConfig(
             architecture=architecture,
             intermediate_size=reader.positive("ffn_hidden_size", 4 * fields["hidden_size"]),
-            qkv_bias=bias,
-            o_bias=bias,
-            mlp_bias=bias,
             layer_norm_eps=reader.number("layer_norm_epsilon", 1e-5),
             activation=read_activation(reader, "activation", "gelu"),
-            layout=_layout(reader),
+            layout=layout,
             **fields,
         )
 
-
-def _layout(reader: ConfigReader) -> Literal["sequential", "parallel", "parallel, two norms"]:
-    is_new = reader.flag("new_decoder_architecture")
-    if not reader.flag("parallel_attn"):
-        if is_new:
-            raise UnsupportedModelError(
-                f"{reader.file}: parallel_attn=false with new_decoder_architecture=true is not supported"
-            )
-        return "sequential"
-    return "parallel, two norms" if is_new and reader.positive("num_ln_in_parallel_attn", 2) == 2 else "parallel"
-
-
-# OPT (Zhang et al. 2022), in all its sizes, and Galactica (Taylor et al. 2022), which has its shape without biases.
 
 #: The first two rows of the table of positions belong to padding.
 _POSITION_OFFSET = 2
@@ -505,18 +427,14 @@ _POSITION_OFFSET = 2
 
 @dataclass(frozen=True)
 class OPTConfig(GPTConfig):
-    """Where the norms are, and what they have."""
-
     embedding_size: int = 0
-    #: Norms before attention and feed-forward network, or after the residual sums.
     norm_first: bool = True
     final_norm: bool = True
-    #: Whether norms have weights and biases.
     norm_weights: bool = True
 
 
 class PlainLayerNorm(LayerNorm):
-    """A norm with neither weight nor bias in the checkpoint."""
+    """A norm without weight and bias."""
 
     def __init__(self, context: LayerContext, size: int, eps: float) -> None:
         super().__init__(context, size, eps, bias=False)
@@ -529,13 +447,12 @@ class PostNormLayer(GPTLayer):
     """norm(x + attention(x)), and then other_norm(x + mlp(x)) of that."""
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """See ``GPTLayer``."""
         residual = self.attention_norm.float32(self.attention.add_to(residual, residual, cache, batch))
         return self.mlp_norm.float32(self.mlp.add_to(residual, residual))
 
 
 class OPTForCausalLM(GPTDecoder):
-    """OPT."""
+    """OPT (Zhang et al. 2022): ReLU, narrower embeddings or post-norms in some sizes. Galactica: without biases."""
 
     checkpoint_map = (
         Drop(r"^lm_head\.weight$"),
@@ -558,49 +475,39 @@ class OPTForCausalLM(GPTDecoder):
             self.project_out = self.attach("model.project_out", RowParallelLinear(context, hidden, width, bias=False))
 
     def embedding_size(self, config: OPTConfig) -> int:
-        """As config.json says."""
         return config.embedding_size
 
     def layer_class(self, config: OPTConfig) -> type[GPTLayer]:
-        """Where its norms are."""
         return GPTLayer if config.norm_first else PostNormLayer
 
     def make_norm(self, config: OPTConfig, context: LayerContext) -> LayerNorm:
-        """With or without weights."""
         norm = LayerNorm if config.norm_weights else PlainLayerNorm
         return norm(context, config.hidden_size, config.layer_norm_eps)
 
     def make_final_norm(self, config: OPTConfig, context: LayerContext) -> LayerNorm | None:
-        """None where norms are after the sums."""
         return self.make_norm(config, context) if config.final_norm else None
 
     def embed(self, token_ids: Array) -> Array:
-        """Projected to the width of the layers."""
         embedded = self.embed_tokens(token_ids)
         return embedded if self.project_in is None else self.project_in(embedded[:, self.project_in.columns])
 
     def logits(self, hidden: Array) -> Array:
-        """Projected to the width of the embedding."""
         if self.project_out is not None:
             hidden = self.project_out(hidden[:, self.project_out.columns])
         return super().logits(hidden)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json of OPT or Galactica."""
         reader = reader.with_defaults(
             tie_word_embeddings=True, enable_bias=True, layer_norm_elementwise_affine=True, do_layer_norm_before=True
         )
-        fields = decoder_fields(reader)
-        positions, bias = reader.positive("max_position_embeddings", 2048), reader.flag("enable_bias")
+        fields = decoder_fields(reader, bias=reader.flag("enable_bias"))
+        positions = reader.positive("max_position_embeddings", 2048)
         norm_first = reader.flag("do_layer_norm_before")
         return OPTConfig(
             architecture=architecture,
             intermediate_size=reader.positive("ffn_dim"),
             max_position=positions,
-            qkv_bias=bias,
-            o_bias=bias,
-            mlp_bias=bias,
             activation=read_activation(reader, "activation_function", "relu"),
             positions="learned",
             position_rows=positions + _POSITION_OFFSET,
@@ -613,45 +520,35 @@ class OPTForCausalLM(GPTDecoder):
         )
 
 
-# Command R (Cohere 2024): attention and a gated feed-forward network side by side, norms without biases.
-
-
 @dataclass(frozen=True)
 class CohereConfig(GPTConfig):
-    """The scale of logits."""
-
     logit_scale: float = 0.0625
 
 
 class CohereForCausalLM(GPTDecoder):
-    """Command R; in its checkpoints, neighbouring dimensions of a head are rotated together."""
+    """Command R (Cohere 2024): attention and a gated MLP side by side, norms without biases, neighbouring pairs."""
 
     def __init__(self, config: CohereConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         rotated = config.head_dim
-        # Vectors and class scores are made of the norm itself.
-        scale = config.logit_scale if config.head == "lm" else 1.0
+        scale = config.logit_scale if config.head == "lm" else 1.0  # vectors and class scores are of the norm itself
         self.checkpoint_map = (
             *GPT_NAMES,
             Permute(r"\.q_proj\.(weight|bias)$", halve_pairs(config.num_heads, rotated)),
             Permute(r"\.k_proj\.(weight|bias)$", halve_pairs(config.num_kv_heads, rotated)),
-            # The head is linear in the norm before it, so that its scale is the logits'.
-            Transform(
-                r"^model\.norm\.weight$",
-                lambda weight: weight * np.float32(scale),
-            ),
+            # The head is linear: a scale of the norm before it is a scale of the logits.
+            Transform(r"^model\.norm\.weight$", lambda weight: weight * np.float32(scale)),
         )
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json."""
         refuse_activations(reader, "silu", "swish")
         if reader.flag("use_qk_norm"):
             raise UnsupportedModelError(f"{reader.file}: use_qk_norm=true (Command R+) is not supported")
         reader = reader.with_defaults(tie_word_embeddings=True, rope_theta=500000.0, max_position_embeddings=8192)
         fields, bias = decoder_fields(reader, kv_heads="num_key_value_heads"), reader.flag("attention_bias")
         fields |= rotary_fields(reader, fields["head_dim"])
-        # The longest context of the published files; max_position_embeddings is that of the first training.
+        # max_position_embeddings is the context of the first training.
         fields["max_position"] = reader.positive("model_max_length", fields["max_position"])
         return CohereConfig(
             architecture=architecture,

@@ -1,11 +1,8 @@
-"""The Llama family: Llama, Mistral, Qwen2 and Qwen3, which differ in biases, head norms and windows only.
-
-A network is a stack of layers; a layer is attention and an MLP, each with a norm before it and a residual around it.
-"""
+"""The Llama family: first Llama, Mistral, Qwen2 and Qwen3, which differ in biases, head norms and windows only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ModelConfig
@@ -17,6 +14,7 @@ from octavo.layers.mlp import GatedMLP, SparseMoE
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename, Split, Unstack
 from octavo.models.config_files import (
     ConfigReader,
+    fields_of,
     longest_context,
     read_rope,
     read_windows,
@@ -28,37 +26,34 @@ from octavo.models.decoder import Decoder, DecoderLayer
 
 
 class LlamaForCausalLM(Decoder):
-    """A decoder-only transformer with its language-model head."""
+    """Llama, Mistral, Qwen2 and Qwen3."""
 
     # Old checkpoints hold the rotary table; those with tied embeddings may hold the head too.
     checkpoint_map: tuple[CheckpointEntry, ...] = (Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$"))
 
     def make_layer(self, index: int, config: ModelConfig, context: LayerContext) -> DecoderLayer:
-        """Layer ``index`` of the network."""
         return LlamaLayer(config, context, self.make_attention(index, config, context), make_mlp(config, context))
 
     def make_attention(self, index: int, config: ModelConfig, context: LayerContext) -> Attention:
-        """Grouped-query attention with rotary positions, in some layers within a window."""
         spec = AttentionSpec(config.head_dim**-0.5, config.sliding_windows[index] if config.sliding_windows else None)
         return Attention(config, context, spec, self.rotary_table(config, context))
 
     def make_final_norm(self, config: ModelConfig, context: LayerContext) -> RMSNorm:
-        """The norm after the last layer."""
         return RMSNorm(context, config.hidden_size, config.rms_norm_eps)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json of any of the four architectures."""
         refuse_activations(reader, "silu", "swish")
         is_qwen3, rope = architecture == "Qwen3ForCausalLM", read_rope(reader)
         fields = shape_fields(reader, 128 if is_qwen3 else None)
-        qkv_bias, o_bias = _attention_biases(architecture, reader)
+        # Qwen2 has biases of q, k and v only, Mistral has none.
+        bias = architecture not in ("Qwen2ForCausalLM", "MistralForCausalLM") and reader.flag("attention_bias")
         return ModelConfig(
             architecture=architecture,
             max_position=longest_context(rope),
             rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
+            qkv_bias=bias or architecture == "Qwen2ForCausalLM",
+            o_bias=bias,
             mlp_bias=architecture == "LlamaForCausalLM" and reader.flag("mlp_bias"),
             qk_norm=is_qwen3,
             rope=rope,
@@ -68,7 +63,7 @@ class LlamaForCausalLM(Decoder):
 
 
 class LlamaLayer(DecoderLayer):
-    """Attention, then the MLP; each has the norm of the residual stream as its input and is added to the stream."""
+    """x + attention(norm(x)), and then x + mlp(norm(x)) of the sum."""
 
     def __init__(
         self,
@@ -86,7 +81,6 @@ class LlamaLayer(DecoderLayer):
         self.mlp = self.attach("mlp", mlp)
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """See ``DecoderLayer``."""
         residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
         return self.mlp.add_to(residual, self.mlp_norm(residual))
 
@@ -96,22 +90,12 @@ def make_mlp(config: ModelConfig, context: LayerContext) -> GatedMLP:
     return GatedMLP(context, config.hidden_size, config.intermediate_size, config.mlp_bias)
 
 
-def _attention_biases(architecture: str, reader: ConfigReader) -> tuple[bool, bool]:
-    """(bias on q, k and v; bias on the output): Qwen2 has the first only, Mistral none, others attention_bias."""
-    if architecture == "Qwen2ForCausalLM":
-        return True, False
-    if architecture == "MistralForCausalLM":
-        return False, False
-    bias = reader.flag("attention_bias")
-    return bias, bias
-
-
 def _windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
     raw = reader.raw
     if architecture == "MistralForCausalLM":
         # Absent: 4096, as in the first Mistral; null: no window.
-        given = "sliding_window" not in raw or raw["sliding_window"] is not None
-        return (reader.positive("sliding_window", 4096) if given else None,) * layers
+        has_window = "sliding_window" not in raw or raw["sliding_window"] is not None
+        return (reader.positive("sliding_window", 4096) if has_window else None,) * layers
     if architecture == "LlamaForCausalLM" or not reader.flag("use_sliding_window"):
         return (None,) * layers
     if "sliding_window" in raw and raw["sliding_window"] is None:
@@ -125,25 +109,20 @@ def _windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int 
     return tuple(window if i >= first else None for i in range(layers))
 
 
-# OLMo 2: Llama whose layers have no norms before attention and MLP, but on what these add to the residual stream.
-
-
 class Olmo2ForCausalLM(LlamaForCausalLM):
-    """A decoder-only transformer with its language-model head."""
+    """OLMo 2: no norms before attention and MLP, but on what these add to the residual stream."""
 
     def make_layer(self, index: int, config: ModelConfig, context: LayerContext) -> DecoderLayer:
-        """Layer ``index`` of the network."""
         attention = norm_over_heads(self.make_attention(index, config, context), config, context)
         return Olmo2Layer(config, context, attention, make_mlp(config, context))
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """Llama's, under its own name."""
         return replace(super().read_config("LlamaForCausalLM", reader), architecture=architecture)
 
 
 class Olmo2Layer(DecoderLayer):
-    """Attention, then the MLP; each has the residual stream as its input, and a norm on what it adds to the stream."""
+    """x + norm(attention(x)), and then x + norm(mlp(x)) of the sum."""
 
     attention: Attention
 
@@ -162,19 +141,14 @@ class Olmo2Layer(DecoderLayer):
 
 
 class ProjectionNorm(RMSNorm):
-    """Root mean square norm over all heads together."""
+    """RMS norm over all heads together, [T, heads, D]."""
 
     def __call__(self, x: Array) -> Array:
-        """The norm of x [T, heads, D], of the same shape and of the network's type."""
         return super().__call__(x.reshape(len(x), -1)).reshape(*x.shape)
 
 
 def norm_over_heads(attention: Attention, config: ModelConfig, context: LayerContext) -> Attention:
-    """The attention, with norms over all heads of q and over all of k before the rotation.
-
-    Raises:
-        ConfigError: the heads are shared by ranks, each of which would know a part of the norm alone.
-    """
+    """The attention, with norms over all heads of q and over all of k before the rotation."""
     if context.tp_size > 1:
         raise ConfigError(
             f"{config.architecture} normalises q and k over all heads, which tensor-parallel workers cannot share: "
@@ -186,11 +160,8 @@ def norm_over_heads(attention: Attention, config: ModelConfig, context: LayerCon
     return attention
 
 
-# Phi-3 and Phi-4 (Abdin et al. 2024): a Llama with fused matrices, longer contexts by LongRoPE, and a window.
-
-
 class Phi3ForCausalLM(LlamaForCausalLM):
-    """The network is Llama's; its checkpoints fuse what has the same input."""
+    """Phi-3 and Phi-4 (Abdin et al. 2024): fused matrices, longer contexts by LongRoPE, and a window."""
 
     checkpoint_map = (
         *LlamaForCausalLM.checkpoint_map,
@@ -200,7 +171,6 @@ class Phi3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json."""
         refuse_activations(reader, "silu", "swish")
         scaling = reader.table("rope_scaling")
         if scaling.get("type") in ("su", "yarn"):  # names of LongRoPE in older files
@@ -216,9 +186,6 @@ class Phi3ForCausalLM(LlamaForCausalLM):
         )
 
 
-# Mixtures of experts of the Llama family: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE.
-
-
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig(ModelConfig):
     """``intermediate_size`` is that of layers without experts."""
@@ -226,7 +193,7 @@ class MixtureConfig(ModelConfig):
     num_experts: int
     experts_per_token: int
     expert_intermediate_size: int
-    #: Inner size of an expert that every token has; 0: none.
+    #: Of the expert that every token has; 0: none.
     shared_intermediate_size: int
     #: Whether the weights of a token's experts are divided by their sum.
     renormalize: bool
@@ -235,13 +202,12 @@ class MixtureConfig(ModelConfig):
 
     @property
     def feed_forward_width(self) -> int:
-        """That of a layer without experts, or of the experts of a token and the shared one."""
         chosen = self.experts_per_token * (self.hidden_size + 3 * self.expert_intermediate_size)
         return max(3 * self.intermediate_size, chosen + 3 * self.shared_intermediate_size)
 
 
 class MixtureForCausalLM(LlamaForCausalLM):
-    """A decoder-only transformer with mixtures of experts."""
+    """Mixtral, Qwen2-MoE and Qwen3-MoE: a mixture of experts in place of the MLP."""
 
     # Mixtral's names, and those of checkpoints with stacked experts.
     checkpoint_map: tuple[CheckpointEntry, ...] = (
@@ -255,16 +221,18 @@ class MixtureForCausalLM(LlamaForCausalLM):
     )
 
     def make_layer(self, index: int, config: ModelConfig, context: LayerContext) -> LlamaLayer:
-        """A layer with experts, or without."""
         assert isinstance(config, MixtureConfig)
-        mlp = _experts(config, context) if config.sparse_layers[index] else make_mlp(config, context)
-        return LlamaLayer(config, context, self.make_attention(index, config, context), mlp)
+        if not config.sparse_layers[index]:
+            return LlamaLayer(config, context, self.make_attention(index, config, context), make_mlp(config, context))
+        hidden, inner, shared = config.hidden_size, config.expert_intermediate_size, config.shared_intermediate_size
+        routing = RoutingSpec(config.experts_per_token, renormalize=config.renormalize, shared=int(shared > 0))
+        experts = SparseMoE(context, hidden, inner, config.num_experts, routing, shared_inner=shared)
+        return LlamaLayer(config, context, self.make_attention(index, config, context), experts)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json of any of the four architectures."""
         base = super().read_config("LlamaForCausalLM", reader)
-        values = {field.name: getattr(base, field.name) for field in fields(ModelConfig)}
+        values = fields_of(base)
         qwen, qwen2 = architecture.startswith("Qwen"), architecture == "Qwen2MoeForCausalLM"
         if reader.raw.get("clip_qkv") is not None:
             raise UnsupportedModelError(f"clip_qkv={reader.raw['clip_qkv']!r} is not supported; supported: null")
@@ -272,6 +240,12 @@ class MixtureForCausalLM(LlamaForCausalLM):
         chosen = reader.positive("num_experts_per_tok")
         if chosen > experts:
             raise ConfigError(f"{reader.file}: num_experts_per_tok ({chosen}) is more than the {experts} experts")
+        layers, sparse = base.num_layers, (True,) * base.num_layers
+        if qwen:  # every decoder_sparse_step-th layer has experts, except those of mlp_only_layers
+            step, dense = reader.positive("decoder_sparse_step", 1), reader.raw.get("mlp_only_layers") or []
+            if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+                raise ConfigError(f"{reader.file}: mlp_only_layers must be a list of layers, not {dense!r}")
+            sparse = tuple((index + 1) % step == 0 and index not in dense for index in range(layers))
         values |= {
             "architecture": architecture,
             "qkv_bias": base.qkv_bias or (qwen2 and (reader.raw.get("qkv_bias") is None or reader.flag("qkv_bias"))),
@@ -285,29 +259,21 @@ class MixtureForCausalLM(LlamaForCausalLM):
             expert_intermediate_size=reader.positive("moe_intermediate_size") if qwen else base.intermediate_size,
             shared_intermediate_size=reader.positive("shared_expert_intermediate_size") if qwen2 else 0,
             renormalize=architecture == "MixtralForCausalLM" or reader.flag("norm_topk_prob"),
-            sparse_layers=_sparse_layers(reader, base.num_layers) if qwen else (True,) * base.num_layers,
+            sparse_layers=sparse,
         )
 
 
 class OlmoeForCausalLM(MixtureForCausalLM):
-    """OLMoE: norms over all heads of q and over all of k, before the rotation."""
+    """OLMoE: a mixture with norms over all heads of q and over all of k, before the rotation."""
 
     def make_attention(self, index: int, config: ModelConfig, context: LayerContext) -> Attention:
-        """Attention with these norms."""
         return norm_over_heads(super().make_attention(index, config, context), config, context)
 
 
-def _experts(config: MixtureConfig, context: LayerContext) -> SparseMoE:
-    shared = config.shared_intermediate_size
-    routing = RoutingSpec(config.experts_per_token, renormalize=config.renormalize, shared=int(shared > 0))
-    hidden, inner = config.hidden_size, config.expert_intermediate_size
-    return SparseMoE(context, hidden, inner, config.num_experts, routing, shared_inner=shared)
-
-
 def _mixture_windows(architecture: str, reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
-    """Mixtral's and Qwen3-MoE's window is that of all layers; Qwen2-MoE names the layers that have it."""
-    given = architecture == "MixtralForCausalLM" or reader.flag("use_sliding_window")
-    if not given or not reader.raw.get("sliding_window"):
+    """The window of all layers (Mixtral, Qwen3-MoE), or of the layers that layer_types names (Qwen2-MoE)."""
+    has_windows = architecture == "MixtralForCausalLM" or reader.flag("use_sliding_window")
+    if not has_windows or not reader.raw.get("sliding_window"):
         return (None,) * layers
     window = reader.positive("sliding_window")
     if architecture != "Qwen2MoeForCausalLM":
@@ -316,11 +282,3 @@ def _mixture_windows(architecture: str, reader: ConfigReader, layers: int) -> tu
     if windows is None:
         raise ConfigError(f"{reader.file}: with use_sliding_window, layer_types must name the layers that have it")
     return windows
-
-
-def _sparse_layers(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
-    """Every decoder_sparse_step-th layer has experts, except those of mlp_only_layers."""
-    step, dense = reader.positive("decoder_sparse_step", 1), reader.raw.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
-        raise ConfigError(f"{reader.file}: mlp_only_layers must be a list of layers, not {dense!r}")
-    return tuple((index + 1) % step == 0 and index not in dense for index in range(layers))

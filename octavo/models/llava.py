@@ -1,4 +1,4 @@
-"""LLaVA 1.5 (Liu et al. 2023, arXiv 2310.03744): features of a CLIP network's last layer but one, and two matrices."""
+"""LLaVA 1.5 (Liu et al. 2023, arXiv 2310.03744): the output of CLIP's last layer but one, and a projector."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.kernels.interface import Activation, Array, LayerCache
 from octavo.layers.layer import LayerContext
 from octavo.layers.linear import MergedColumnParallelLinear
 from octavo.models.checkpoint import Rename
-from octavo.models.config_files import ConfigReader, read_activation
+from octavo.models.config_files import ConfigReader, fields_of, read_activation
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.network import TowerInput, tower_context
 from octavo.models.vision import (
@@ -25,40 +25,30 @@ from octavo.models.vision import (
     VisionTransformer,
     VitConfig,
     VitTower,
-    fields_of,
     read_clip,
     read_pixels,
     read_siglip,
     read_text_part,
 )
 
-#: What a config.json without ``vision_config`` means.
+#: ``vision_config`` where config.json has none.
 _VISION = {
-    "model_type": "clip_vision_model",
-    "intermediate_size": 4096,
-    "hidden_size": 1024,
-    "patch_size": 14,
-    "image_size": 336,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
+    **{"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096},
+    **{"num_hidden_layers": 24, "num_attention_heads": 16, "patch_size": 14, "image_size": 336},
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaConfig(ModelConfig):
-    """That of the language model, and of what is before it."""
-
-    #: Its layers are those up to the one whose output makes features.
+    #: The layers up to the one whose output makes features.
     vision: VitConfig
-    #: Whether the first token's output, that of the class, makes a feature, too.
+    #: Whether the output of the class token makes a feature.
     keeps_first: bool = False
     projector_bias: bool = True
     projector_activation: Activation = "gelu"
 
 
 class LlavaTower(VitTower):
-    """A vision transformer and the projector."""
-
     def __init__(self, config: LlavaConfig, context: LayerContext) -> None:
         super().__init__(VisionTransformer(config.vision, context), context.kernels)
         self._keeps_first = config.keeps_first
@@ -70,7 +60,6 @@ class LlavaTower(VitTower):
         self.second = self.attach("projector.linear_2", Projection(context, width, width, bias=bias))
 
     def prepare(self, image: ImageInput) -> list[TowerInput]:
-        """See ``Tower``."""
         skipped = 0 if self._keeps_first else 1
         return [
             replace(piece, feature_rows=np.arange(skipped, len(piece.rows), dtype=np.int64))
@@ -78,14 +67,11 @@ class LlavaTower(VitTower):
         ]
 
     def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
-        """See ``Tower``."""
         stream = self.vision(rows, batch, caches[0])
         return self.second(self.first(self.kernels.take_sampled(stream, batch)))
 
 
 class LlavaForConditionalGeneration(LlamaForCausalLM):
-    """A language model of Llama's kind that sees images."""
-
     checkpoint_map = (
         Rename(r"^(model\.)?vision_tower\.(vision_model\.)?", "tower.vision."),
         Rename(r"^(model\.)?multi_modal_projector\.", "tower.projector."),
@@ -100,43 +86,35 @@ class LlavaForConditionalGeneration(LlamaForCausalLM):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json of transformers 4 or 5."""
         text = read_text_part(architecture, reader)
         strategy = reader.raw.get("vision_feature_select_strategy") or "default"
         if strategy not in ("default", "full"):
-            raise ConfigError(
-                f"{reader.file}: vision_feature_select_strategy must be default or full, not {strategy!r}"
-            )
+            raise ConfigError(f"{reader.file}: vision_feature_select_strategy is default or full, not {strategy!r}")
         fields = fields_of(text)
         fields["tie_word_embeddings"] = text.tie_word_embeddings or reader.flag("tie_word_embeddings")
-        fields["image_facts"] = ImageFacts(
-            "llava", reader.positive(reader.named("image_token_id", "image_token_index"), 32000)
-        )
+        token = reader.positive(reader.named("image_token_id", "image_token_index"), 32000)
+        fields["image_facts"] = ImageFacts("llava", token)
+        inside = replace(reader, raw=reader.table("vision_config") or dict(_VISION))
+        kind = inside.raw.get("model_type") or "clip_vision_model"
+        if kind not in ("clip_vision_model", "siglip_vision_model"):
+            raise UnsupportedModelError(
+                f"{reader.file}: vision_config has model_type {kind!r}; supported: clip_vision_model, "
+                "siglip_vision_model"
+            )
+        config = read_clip(inside) if kind == "clip_vision_model" else replace(read_siglip(inside), post_norm=False)
+        layer = reader.raw.get("vision_feature_layer", -2)
+        if not isinstance(layer, int) or isinstance(layer, bool):
+            raise UnsupportedModelError(
+                f"{reader.file}: vision_feature_layer must be one layer's number, not {layer!r}"
+            )
+        last = config.num_layers
+        layers = layer if layer >= 0 else last + 1 + layer
+        if not 1 <= layers <= last:
+            raise ConfigError(f"{reader.file}: vision_feature_layer must be 1 to {last} or -{last} to -1, not {layer}")
         return LlavaConfig(
-            vision=_read_vision(reader),
+            vision=replace(config, num_layers=layers, normalisation=read_pixels(reader, "llava")),
             keeps_first=strategy == "full",
             projector_bias=reader.raw.get("multimodal_projector_bias", True) is not False,
             projector_activation=read_activation(reader, "projector_hidden_act", "gelu"),
             **fields,
         )
-
-
-def _read_vision(reader: ConfigReader) -> VitConfig:
-    """The vision transformer, up to the layer whose output makes features."""
-    inside = replace(reader, raw=reader.table("vision_config") or dict(_VISION))
-    kind = inside.raw.get("model_type") or "clip_vision_model"
-    if kind not in ("clip_vision_model", "siglip_vision_model"):
-        raise UnsupportedModelError(
-            f"{reader.file}: vision_config has model_type {kind!r}; supported: clip_vision_model, siglip_vision_model"
-        )
-    config = read_clip(inside) if kind == "clip_vision_model" else replace(read_siglip(inside), post_norm=False)
-    layer = reader.raw.get("vision_feature_layer", -2)
-    if not isinstance(layer, int) or isinstance(layer, bool):
-        raise UnsupportedModelError(f"{reader.file}: vision_feature_layer must be one layer's number, not {layer!r}")
-    layers = layer if layer >= 0 else config.num_layers + 1 + layer
-    if not 1 <= layers <= config.num_layers:
-        raise ConfigError(
-            f"{reader.file}: vision_feature_layer must be 1 to {config.num_layers}, or -{config.num_layers} to -1, "
-            f"not {layer}"
-        )
-    return replace(config, num_layers=layers, normalisation=read_pixels(reader, "llava"))

@@ -24,78 +24,6 @@ from octavo.models.checkpoint import CheckpointEntry
 from octavo.models.config_files import ConfigReader
 from octavo.models.registry import make_network
 
-# The interface of towers.
-
-
-@dataclass(frozen=True)
-class TowerInput:
-    """One piece, as rows for the tower: made on the host, beside the steps."""
-
-    #: float32 [T, ``Tower.row_width``]: normalised pixels of each patch, in the order in which the tower wants them.
-    rows: np.ndarray
-    #: int64 [T]: ``ForwardBatch.positions``, such as rows of a table of positions or of a rotary table.
-    positions: np.ndarray
-    #: int64 [N]: ``ForwardBatch.sampled_rows``, the first row of each that makes a feature.
-    feature_rows: np.ndarray
-    #: Rows that attend to each other, which lie behind each other; their sum is T. The sequences of the batch.
-    segments: tuple[int, ...]
-    #: int64 [``Tower.rotary_axes``, T]: ``ForwardBatch.rotary_positions``, of a tower that has any.
-    rotary_positions: np.ndarray | None = None
-
-
-class Tower(Layer, ABC):
-    """One network's tower, with the projection to the width of its embeddings."""
-
-    #: Numbers of a row.
-    row_width: int
-    #: Most rows of a piece; None: as many as the image has.
-    max_rows: int | None = None
-    #: Positions of a row that sections of a head are rotated by, such as line and column.
-    rotary_axes: int = 0
-    #: Keys and values of a layer for the rows of one batch. Group 0 has block tables by segment; group 1 has one
-    #: context of all rows, which ``AttentionSpec.cross`` sees whole (the batch's cross tables).
-    workspace: KVSpec
-
-    def weights(self, prefix: str = "") -> Iterator[Weight]:
-        """See ``Layer``; no token's step reads them."""
-        return (weight._replace(active=0.0) for weight in super().weights(prefix))
-
-    @abstractmethod
-    def prepare(self, image: ImageInput) -> list[TowerInput]:
-        """The pieces of an image; called in a thread beside the steps. Their features follow each other."""
-
-    @abstractmethod
-    def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
-        """Rows float32 [T, row_width] to features float32 [N, E]; recorded, and run in parts between steps.
-
-        ``caches``: the workspace as group 0 and as group 1, which are different memory.
-        """
-
-
-def tower_context(context: LayerContext) -> LayerContext:
-    """What the layers of a tower are built with: all of each on every rank, not quantised, without adapters.
-
-    They are layers whose products need nothing of other ranks: ``all_reduce`` would add the whole several times.
-    """
-    return replace(
-        context,
-        quantization=None,
-        kv_cache_dtype="auto",
-        tp_rank=0,
-        tp_size=1,
-        layers=None,
-        max_loras=0,
-        virtual_tokens=0,
-    )
-
-
-class ResidualReader(Protocol):
-    """Sees the residual stream between the layers of a network, as part of its forward."""
-
-    def read(self, layer: int, residual: Array) -> None:
-        """``residual``, float32 [T, E], is the input of this layer, or the output of the last; it must not change."""
-        ...
-
 
 class Network(Layer, ABC):
     """One rank's share of a network: its tensor-parallel part of the layers of its pipeline stage.
@@ -104,26 +32,19 @@ class Network(Layer, ABC):
     checkpoints, ``read_config`` reads their config.json.
     """
 
-    #: Maps the checkpoint's names and tensors to those that the layers expect; see ``octavo.models.checkpoint``. Where
-    #: it depends on the configuration, ``__init__`` sets it.
+    #: From the checkpoint's names and tensors to those that the layers expect (``octavo.models.checkpoint``). Where it
+    #: depends on the configuration, ``__init__`` sets it.
     checkpoint_map: tuple[CheckpointEntry, ...] = ()
-
-    #: Comes before it, of architectures without a language-model head.
+    #: Comes before it in architectures without a language-model head.
     head_map: tuple[CheckpointEntry, ...] = ()
-
-    #: Comes before both: the tensors of a base model may lack the prefix that they have in a language model, such as
-    #: ``model.``, whatever architecture its config.json names.
+    #: Comes before both: the tensors of a base model may lack a prefix of the language model's, such as ``model.``.
     base_map: tuple[CheckpointEntry, ...] = ()
-
     #: The KV entries of each layer of this stage, on this rank.
     kv_specs: list[KVSpec]
-
-    #: Keys and values of a layer of an encoder: its layers share a cache of this shape for the tokens of one step.
-    #: Without a decoder ``kv_specs`` are empty, and ``forward_layers`` gets this cache for each layer; else ``encode``
-    #: has it.
+    #: The KV cache that an encoder's layers share for the tokens of one step. Without a decoder ``kv_specs`` are empty,
+    #: and ``forward_layers`` gets this cache for each layer; else ``encode`` gets it.
     workspace: KVSpec | None = None
-
-    #: Of a network that sees images, on its first stage: what makes features of them.
+    #: Makes features of images; on the first stage.
     tower: Tower | None = None
 
     @classmethod
@@ -144,56 +65,54 @@ class Network(Layer, ABC):
         self._rotary_tables: list[tuple[ModelConfig, RotaryTable]] = []
 
     def entries(self) -> list[CheckpointEntry]:
-        """What leads the tensors of a checkpoint to those that the layers expect, in order."""
+        """The whole checkpoint map, in order."""
         return [*self.base_map, *(self.head_map if self.config.head != "lm" else ()), *self.checkpoint_map]
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shapes of the tensors that are not loaded yet, by their names."""
+        """The whole shapes of the tensors that are not loaded yet, by name."""
         return {name: layer.expected[shard] for name, layer, shard in self.tensors()}
 
     def rotary_table(self, config: ModelConfig, context: LayerContext) -> RotaryTable:
-        """The table of ``config.rope``, which layers with equal configurations share."""
-        for known, table in self._rotary_tables:
-            if known == config:
+        """The rotary table of ``config.rope``; layers with equal configurations share one."""
+        for rotated, table in self._rotary_tables:
+            if rotated == config:
                 return table
         table = RotaryTable(config, context.kernels, context.positions)
         self._rotary_tables.append((config, table))
         return table
 
     def position_bytes(self) -> int:
-        """Bytes that each position of the context takes in the rotary tables."""
+        """Bytes of the rotary tables per position of the context."""
         return sum(table.position_bytes for _, table in self._rotary_tables)
 
     def extend_positions(self, positions: int) -> None:
-        """Makes the rotary tables long enough for sequences of so many tokens, before steps are recorded."""
+        """Extends the rotary tables to ``positions`` tokens, before steps are recorded."""
         for _, table in self._rotary_tables:
             table.extend(positions)
 
     def forward(self, batch: ForwardBatch, kv_caches: list[LayerCache]) -> Array:
-        """The batch's tokens to hidden states [T, E], for a network of one stage; writes keys and values."""
+        """From token ids to hidden states [T, E], for a network of one stage; writes keys and values."""
         return self.forward_layers(self.embed(batch.token_ids), batch, kv_caches)
 
     @classmethod
     def prepare_input(cls, config: ModelConfig, kind: str, payload: bytes) -> np.ndarray:
-        """Of an encoder-decoder network: what the encoder reads, made on the host of an ``EncoderInput``'s payload.
+        """Makes what the encoder of an encoder-decoder reads from an ``EncoderInput``'s payload.
 
-        Called in a thread beside the steps.
-
-        Returns:
-            Token ids int64 [T], or float32 [T, ``EncoderFacts.feature_width``].
+        Called on the host, in a thread beside the steps. Returns token ids int64 [T], or float32 [T,
+        ``EncoderFacts.feature_width``].
 
         Raises:
-            InvalidRequestError: the network takes no input of this kind, or not this one.
+            InvalidRequestError: the network does not take this kind of input, or not this input.
         """
         raise InvalidRequestError(f"{config.architecture} has no encoder that reads {kind}")
 
     def encode(self, inputs: Array, batch: ForwardBatch, workspace: LayerCache, kv_caches: list[LayerCache]) -> Array:
-        """Of an encoder-decoder network: computes the encoder, and writes the keys and values of cross attention.
+        """Runs the encoder of an encoder-decoder, and writes the keys and values of cross attention.
 
         Args:
-            inputs: prepared inputs behind each other, float32 [T, width]; or the token ids of the batch.
-            batch: the encoder's tokens; each sequence is one whole input. Its KV groups are that of the decoder, for
-                the slots of the contexts' blocks, and the workspace's, for slots and block tables.
+            inputs: prepared inputs one after the other, float32 [T, width]; or the token ids of the batch.
+            batch: the encoder's tokens; each sequence is one whole input. Its KV groups are that of the decoder (slots
+                of the contexts' blocks) and the workspace's (slots and block tables).
             workspace: the cache that all of the encoder's layers share.
             kv_caches: those of the decoder's layers.
 
@@ -203,13 +122,10 @@ class Network(Layer, ABC):
         raise NotImplementedError(f"{type(self).__name__} has no encoder")
 
     def cross_queries(self, layer: int, residual: Array, cache: LayerCache, batch: ForwardBatch) -> CrossQueries:
-        """Of an encoder-decoder network: the queries of a layer's cross attention, from the layer's input.
+        """The queries of a decoder layer's cross attention, from the layer's input.
 
-        Args:
-            layer: its number.
-            residual: its input, float32 [T, E], whose memory may be reused.
-            cache: that of the layer, to which the tokens' own keys and values are written.
-            batch: the step's tokens.
+        ``residual`` is that input, float32 [T, E], whose memory may be reused. The tokens' own keys and values are
+        written to ``cache``, the layer's.
         """
         raise NotImplementedError(f"{type(self).__name__} has no cross attention")
 
@@ -224,11 +140,7 @@ class Network(Layer, ABC):
 
     @abstractmethod
     def forward_layers(
-        self,
-        residual: Array,
-        batch: ForwardBatch,
-        kv_caches: list[LayerCache],
-        reader: ResidualReader | None = None,
+        self, residual: Array, batch: ForwardBatch, kv_caches: list[LayerCache], reader: ResidualReader | None = None
     ) -> Array:
         """The residual stream float32 [T, E] through the layers of this stage, which write their keys and values.
 
@@ -248,11 +160,72 @@ class Network(Layer, ABC):
         raise NotImplementedError(f"{type(self).__name__} has no classification head")
 
 
-# Sizes of a network, derived from its weights and KV specs, which need no memory: ``build_without_weights``.
+@dataclass(frozen=True)
+class TowerInput:
+    """One piece of an image as rows for the tower, made on the host beside the steps."""
+
+    #: float32 [T, ``Tower.row_width``]: normalised pixels of each patch, in the tower's order.
+    rows: np.ndarray
+    #: int64 [T]: ``ForwardBatch.positions``, such as rows of a position table or rotary table.
+    positions: np.ndarray
+    #: int64 [N]: ``ForwardBatch.sampled_rows``, the first row of each feature.
+    feature_rows: np.ndarray
+    #: Lengths of the runs of rows that attend to each other, in all T: the sequences of the batch.
+    segments: tuple[int, ...]
+    #: int64 [``Tower.rotary_axes``, T]: ``ForwardBatch.rotary_positions``, if the tower has rotary axes.
+    rotary_positions: np.ndarray | None = None
+
+
+class Tower(Layer, ABC):
+    """A network's image tower, with the projection to the width of its embeddings."""
+
+    row_width: int
+    #: Most rows of a piece; None: no limit.
+    max_rows: int | None = None
+    #: Number of positions by which sections of a head are rotated, such as line and column.
+    rotary_axes: int = 0
+    #: The KV cache of a layer for one batch. Group 0 has block tables by segment; group 1 has one context of all rows
+    #: for ``AttentionSpec.cross`` (the batch's cross tables).
+    workspace: KVSpec
+
+    def weights(self, prefix: str = "") -> Iterator[Weight]:
+        """As ``Layer.weights``; a token's step reads none of them."""
+        return (weight._replace(active=0.0) for weight in super().weights(prefix))
+
+    @abstractmethod
+    def prepare(self, image: ImageInput) -> list[TowerInput]:
+        """The pieces of an image; called in a thread beside the steps. Their features follow each other."""
+
+    @abstractmethod
+    def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
+        """Rows float32 [T, row_width] to features float32 [N, E]; recorded, and run in parts between steps.
+
+        ``caches``: the workspace as group 0 and as group 1, which are different memory.
+        """
+
+
+def tower_context(context: LayerContext) -> LayerContext:
+    """The context of a tower's layers: whole on every rank, not quantised, without adapters.
+
+    ``all_reduce`` is not for them: it would add the whole several times.
+    """
+    whole = replace(context, tp_rank=0, tp_size=1, layers=None)
+    return replace(whole, quantization=None, kv_cache_dtype="auto", max_loras=0, virtual_tokens=0)
+
+
+class ResidualReader(Protocol):
+    """Sees the residual stream between the layers of a network, as part of its forward."""
+
+    def read(self, layer: int, residual: Array) -> None:
+        """``residual``, float32 [T, E], is the input of ``layer``, or the output of the last; it must not change."""
+        ...
+
+
+# Networks without memory, and their sizes
 
 
 class _NoMemory:
-    """What constructors of layers ask of kernels, without memory for anything."""
+    """The kernels' methods that constructors of layers call, without memory."""
 
     def __init__(self) -> None:
         self.adapters = self
@@ -274,22 +247,14 @@ _NO_MEMORY = cast(Kernels, _NoMemory())
 
 
 def build_rank_without_weights(config: ModelConfig, context: LayerContext) -> Network:
-    """The network for ``context`` without memory: its sizes can be computed, it cannot be loaded or run.
-
-    Raises:
-        As ``make_network``.
-    """
+    """The network for ``context`` without memory: its sizes can be computed; it cannot be loaded or run."""
     return make_network(config, replace(context, kernels=_NO_MEMORY, positions=0))
 
 
 def build_without_weights(
-    config: ModelConfig,
-    dtype: str,
-    quantization: str | None = None,
-    kv_cache_dtype: str = "auto",
-    max_loras: int = 0,
+    config: ModelConfig, dtype: str, quantization: str | None = None, kv_cache_dtype: str = "auto", max_loras: int = 0
 ) -> Network:
-    """As ``build_rank_without_weights``, of the whole network on one rank; types are values of the engine's options."""
+    """As ``build_rank_without_weights`` for the whole network on one rank, by values of the engine's options."""
     context = LayerContext(
         _NO_MEMORY, DType(dtype), quantization=quantization, kv_cache_dtype=kv_cache_dtype, max_loras=max_loras
     )
@@ -297,28 +262,22 @@ def build_without_weights(
 
 
 def matrices(network: Network) -> list[Weight]:
-    """The matrices of the layers and the head, which every step reads, except those of experts that none chose; without
-    those of a tower.
-    """
+    """The matrices of layers and head, which every step reads but for experts that no token chose; without a tower."""
     return [weight for weight in network.weights() if weight.kind in ("linear", "head") and weight.active]
 
 
 def num_parameters(network: Network) -> int:
-    """Numbers in the weights of this rank, tied ones once."""
-    return sum(math.prod(weight.shape) for weight in _parameters(network))
+    """Numbers in the weights of this rank; tied weights count once."""
+    return sum(math.prod(weight.shape) for weight in network.weights() if not weight.is_tied)
 
 
 def num_active_parameters(network: Network) -> int:
-    """As ``num_parameters``, of a mixture of experts with as many experts as a token has, and without a tower."""
-    return round(sum(math.prod(weight.shape) * weight.active for weight in _parameters(network)))
-
-
-def _parameters(network: Network) -> list[Weight]:
-    return [weight for weight in network.weights() if not weight.is_tied]
+    """As ``num_parameters`` without a tower, and with only the experts that a token has."""
+    return round(sum(math.prod(weight.shape) * weight.active for weight in network.weights() if not weight.is_tied))
 
 
 def size_bytes(*weights: Weight) -> int:
-    """Bytes of these weights without scales of quantised ones."""
+    """Bytes of these weights, without the scales of quantised ones."""
     return int(sum(math.prod(weight.shape) * NUMBER_BYTES[weight.dtype] for weight in weights))
 
 

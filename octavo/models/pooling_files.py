@@ -1,4 +1,4 @@
-"""Reads how sentence-transformers and its like make vectors: modules.json, 1_Pooling, 2_Dense, prompts."""
+"""Reads the pooling of sentence-transformers: modules.json, 1_Pooling, 2_Dense, prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.files import JsonValues, read_object, read_value
 from octavo.core.model_config import ModelConfig
-from octavo.core.outputs import DenseConfig, PoolerActivation, PoolerConfig, PoolingKind
+from octavo.core.outputs import DenseConfig, PoolerConfig, PoolingKind
 
 if TYPE_CHECKING:
     from octavo.models.config_files import ConfigReader
@@ -18,97 +18,56 @@ if TYPE_CHECKING:
 _MAX_MODULES = 16
 #: By the flags of 1_Pooling/config.json, and by the newer name.
 _KINDS: dict[str, PoolingKind] = {
-    "cls": "cls",
-    "cls_token": "cls",
-    "mean": "mean",
-    "mean_tokens": "mean",
-    "max": "max",
-    "max_tokens": "max",
-    "mean_sqrt_len_tokens": "sqrt_mean",
-    "weightedmean": "weighted_mean",
-    "weightedmean_tokens": "weighted_mean",
-    "lasttoken": "last",
+    **{"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean", "max": "max", "max_tokens": "max"},
+    **{"mean_sqrt_len_tokens": "sqrt_mean", "lasttoken": "last"},
+    **{"weightedmean": "weighted_mean", "weightedmean_tokens": "weighted_mean"},
 }
-#: By the names of torch.nn's modules, which are made with their default parameters.
-_ACTIVATIONS: dict[str, PoolerActivation] = {
-    "Identity": "identity",
-    "Tanh": "tanh",
-    "ReLU": "relu",
-    "GELU": "gelu",
-    "Sigmoid": "sigmoid",
-    "SiLU": "silu",
-    "Mish": "mish",
-    "LeakyReLU": "leaky_relu",
-    "ELU": "elu",
-    "CELU": "celu",
-    "SELU": "selu",
-    "ReLU6": "relu6",
-    "Hardtanh": "hardtanh",
-    "Hardswish": "hardswish",
-    "Hardsigmoid": "hardsigmoid",
-    "Softplus": "softplus",
-    "Softsign": "softsign",
-    "LogSigmoid": "log_sigmoid",
-    "Tanhshrink": "tanhshrink",
-    "Softshrink": "softshrink",
-    "Hardshrink": "hardshrink",
-    "Softmax": "softmax",
-    "Softmin": "softmin",
+#: torch.nn's modules with their default parameters.
+_ACTIVATIONS: dict[str, Any] = {
+    **{name: name.lower() for name in ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU", "Mish", "ELU", "CELU")},
+    **{
+        name: name.lower() for name in ("SELU", "ReLU6", "Hardtanh", "Hardswish", "Hardsigmoid", "Softplus", "Softsign")
+    },
+    **{name: name.lower() for name in ("Tanhshrink", "Softshrink", "Hardshrink", "Softmax", "Softmin")},
+    **{"LeakyReLU": "leaky_relu", "LogSigmoid": "log_sigmoid"},
 }
-#: Files in which the Transformer module says what it does, the first that there is, by what they are called for.
+#: Kinds of sentence_KIND_config.json, the settings of the Transformer module; the first file counts.
 _TRANSFORMER_FILES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-#: Of the keywords with which the network is loaded: those that change no result, but for the rounding of numbers.
+#: Keywords of loading the network that change no result but for rounding.
 _HARMLESS = {
-    "add_pooling_layer",
-    "attn_implementation",
-    "cache_dir",
-    "device_map",
-    "dtype",
-    "low_cpu_mem_usage",
-    "revision",
-    "torch_dtype",
-    "trust_remote_code",
-    "use_safetensors",
+    *("add_pooling_layer", "attn_implementation", "cache_dir", "device_map", "dtype", "low_cpu_mem_usage"),
+    *("revision", "torch_dtype", "trust_remote_code", "use_safetensors"),
 }
-#: Lengths of a tokenizer that stand for none.
+#: From this model_max_length on, a tokenizer has no limit.
 _NO_LENGTH = 1 << 30
-_SIMILARITIES = {
-    "cosine": "cosine",
-    "dot": "dot",
-    "dot_product": "dot",
-    "euclidean": "euclidean",
-    "manhattan": "manhattan",
-}
+_SIMILARITIES = {name: name for name in ("cosine", "dot", "euclidean", "manhattan")} | {"dot_product": "dot"}
 
 
 def read_pooler(folder: Path, config: ModelConfig, reader: ConfigReader) -> PoolerConfig:
-    """How the model in ``folder`` makes vectors or class scores; ``config.pooler`` where its files say nothing.
-
-    Raises:
-        ConfigError: a file is unreadable, or a value is missing or impossible.
-        UnsupportedModelError: a module does what is not supported.
-    """
+    """How the model in ``folder`` makes vectors or class scores; ``config.pooler`` where its files say nothing."""
     pooler = replace(config.pooler, dimensions=_matryoshka(reader, config))
-    if config.head in ("sequence", "token"):
-        return _read_activation(pooler, reader)
+    if config.head in ("sequence", "token"):  # a cross-encoder, which may name an activation of its own
+        activation = reader.table("sentence_transformers").get("activation_fn")
+        activation = activation or reader.raw.get("sbert_ce_default_activation_function")
+        if activation is None:
+            return pooler
+        name = str(activation).rpartition(".")[2].removesuffix("()")
+        if name not in _ACTIVATIONS:
+            raise _unsupported(reader.file, "activation_fn", activation, *_ACTIVATIONS)
+        return replace(pooler, activation=_ACTIVATIONS[name])
     if (file := folder / "modules.json").is_file():
         modules = read_value(file)
         if not isinstance(modules, list) or len(modules) > _MAX_MODULES:
             raise ConfigError(f"{file} must hold a list of at most {_MAX_MODULES} modules")
         pooler = replace(pooler, normalize=False, is_from_files=True)
-        _refuse_other_models(folder)
+        settings = folder / "config_sentence_transformers.json"
+        kind = read_object(settings).get("model_type") if settings.is_file() else None
+        if kind not in (None, "SentenceTransformer"):
+            raise _unsupported(settings, "model_type", kind, "SentenceTransformer")
         for module in modules:
             pooler = _add_module(pooler, folder, module)
         pooler = replace(pooler, max_seq_length=_read_transformer(folder))
     return _read_prompts(pooler, folder)
-
-
-def _refuse_other_models(folder: Path) -> None:
-    """Refuses what is saved for another purpose than one vector a text."""
-    file = folder / "config_sentence_transformers.json"
-    kind = read_object(file).get("model_type") if file.is_file() else None
-    if kind not in (None, "SentenceTransformer"):
-        raise UnsupportedModelError(f"{file}: model_type {kind!r} is not supported; supported: SentenceTransformer")
 
 
 def _add_module(pooler: PoolerConfig, folder: Path, module: Any) -> PoolerConfig:
@@ -129,18 +88,19 @@ def _add_module(pooler: PoolerConfig, folder: Path, module: Any) -> PoolerConfig
     if kind == "Dense":
         dense = replace(_read_dense(folder, path), normalizes=pooler.normalize)
         return replace(pooler, dense=(*pooler.dense, dense), normalize=False)
-    raise UnsupportedModelError(
-        f"{file}: modules of type {kind!r} are not supported; supported: Transformer, Pooling, Dense, Dropout, "
-        "Normalize"
-    )
+    raise _unsupported(file, "the module", kind, "Transformer", "Pooling", "Dense", "Dropout", "Normalize")
+
+
+def _unsupported(file: Path, name: str, value: object, *supported: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{file}: {name} {value!r} is not supported; supported: {', '.join(supported)}")
 
 
 def _refuse_other_features(file: Path) -> None:
-    """Refuses a module that works on anything but the vector of a text, such as the states of its tokens."""
+    """Refuses a module that works on anything but the vector of a text, such as its hidden states."""
     raw = read_object(file) if file.is_file() else {}
     for name in ("module_input_name", "module_output_name"):
         if raw.get(name) not in (None, "sentence_embedding"):
-            raise UnsupportedModelError(f"{file}: {name} {raw[name]!r} is not supported; supported: sentence_embedding")
+            raise _unsupported(file, name, raw[name], "sentence_embedding")
 
 
 def _read_pooling(pooler: PoolerConfig, file: Path) -> PoolerConfig:
@@ -151,9 +111,7 @@ def _read_pooling(pooler: PoolerConfig, file: Path) -> PoolerConfig:
         prefix = "pooling_mode_"
         names = [name.removeprefix(prefix) for name, value in raw.items() if name.startswith(prefix) and value is True]
     if len(names) != 1 or names[0] not in _KINDS:
-        raise UnsupportedModelError(
-            f"{file}: one kind of pooling is supported ({', '.join(sorted(_KINDS))}), not {names!r}"
-        )
+        raise UnsupportedModelError(f"{file}: one kind of pooling is supported ({', '.join(_KINDS)}), not {names!r}")
     return replace(pooler, kind=_KINDS[names[0]], include_prompt=raw.get("include_prompt", True) is not False)
 
 
@@ -162,11 +120,9 @@ def _read_dense(folder: Path, path: str) -> DenseConfig:
     reader = JsonValues(read_object(file), file)
     name = str(reader.raw.get("activation_function", "Tanh")).rpartition(".")[2].removesuffix("()")
     if name not in _ACTIVATIONS:
-        raise UnsupportedModelError(f"{file}: activation_function {name!r} is not supported: {', '.join(_ACTIVATIONS)}")
+        raise _unsupported(file, "activation_function", name, *_ACTIVATIONS)
     if not str(reader.raw.get("activation_function", "torch.")).startswith("torch."):
-        raise UnsupportedModelError(
-            f"{file}: activation_function {reader.raw['activation_function']!r} is code of its own"
-        )
+        raise UnsupportedModelError(f"{file}: activation_function {name!r} is custom code")
     _refuse_other_features(file)
     bias = reader.raw.get("bias", True) is not False
     sizes = reader.positive("in_features"), reader.positive("out_features")
@@ -174,11 +130,7 @@ def _read_dense(folder: Path, path: str) -> DenseConfig:
 
 
 def transformer_settings(folder: Path) -> JsonValues | None:
-    """What the Transformer module of a folder of sentence-transformers says of itself; None if nothing.
-
-    Raises:
-        ConfigError: a file is unreadable.
-    """
+    """The settings of the Transformer module of a sentence-transformers folder; None if it has none."""
     if not (folder / "modules.json").is_file():
         return None
     for name in _TRANSFORMER_FILES:
@@ -189,19 +141,16 @@ def transformer_settings(folder: Path) -> JsonValues | None:
 
 
 def _read_transformer(folder: Path) -> int | None:
-    """Tokens after which texts are cut; refuses settings of the Transformer module that are not computed here."""
+    """The length at which texts are cut; refuses settings of the Transformer module that are not computed."""
     settings = transformer_settings(folder)
     of_tokenizer = folder / "tokenizer_config.json"
     length = read_object(of_tokenizer).get("model_max_length") if of_tokenizer.is_file() else None
     if settings is not None:
         _refuse_tasks(settings)
         called = _refuse_keywords(settings)
-        # As the library has it: what each call says, then the module, then the tokenizer.
-        for table, name in (
-            (called, "max_length"),
-            (settings, "max_seq_length"),
-            (_loading(settings), "model_max_length"),
-        ):
+        # The library's precedence: the keywords of a call, then the module, then the tokenizer.
+        loaded = _loading(settings), "model_max_length"
+        for table, name in ((called, "max_length"), (settings, "max_seq_length"), loaded):
             if table.get(name) is not None:
                 return table.positive(name)
     is_length = isinstance(length, int) and not isinstance(length, bool) and 0 < length < _NO_LENGTH
@@ -209,33 +158,29 @@ def _read_transformer(folder: Path) -> int | None:
 
 
 def _refuse_tasks(settings: JsonValues) -> None:
-    """Refuses inputs other than texts, and anything but the last hidden states of their tokens."""
+    """Refuses inputs other than text, and outputs other than the last hidden states."""
     file = settings.file
     if (task := settings.get("transformer_task", "feature-extraction")) != "feature-extraction":
-        raise UnsupportedModelError(
-            f"{file}: transformer_task {task!r} is not supported; supported: feature-extraction"
-        )
+        raise _unsupported(file, "transformer_task", task, "feature-extraction")
     modalities = settings.table("modality_config")
-    # A template of conversations is for inputs that are such; texts do not go through it.
+    # Texts do not go through the template of conversations.
     others = set(modalities) - ({"text", "message"} if "text" in modalities else set())
     if others:
         raise UnsupportedModelError(f"{file}: inputs of {', '.join(sorted(others))} are not supported; supported: text")
     text = modalities.get("text")
     output = text.get("method_output_name", "last_hidden_state") if isinstance(text, Mapping) else "last_hidden_state"
     if output != "last_hidden_state":
-        raise UnsupportedModelError(
-            f"{file}: method_output_name {output!r} is not supported; supported: last_hidden_state"
-        )
+        raise _unsupported(file, "method_output_name", output, "last_hidden_state")
 
 
 def _loading(settings: JsonValues) -> JsonValues:
-    """Keywords with which the tokenizer is loaded."""
+    """The keywords with which the tokenizer is loaded."""
     return JsonValues({**settings.table("tokenizer_args"), **settings.table("processor_kwargs")}, settings.file)
 
 
 def _refuse_keywords(settings: JsonValues) -> JsonValues:
-    """Refuses keywords that change what is computed, but the length; those with which texts are made tokens."""
-    file, given = settings.file, dict[str, Any]()
+    """Refuses keywords that change the result, but for the length; returns the tokenizer's keywords."""
+    file, keywords = settings.file, dict[str, Any]()
     for name in ("query_length", "document_length", "query_expansion"):
         if settings.get(name) is not None:
             raise UnsupportedModelError(f"{file}: {name} is not supported")
@@ -247,19 +192,13 @@ def _refuse_keywords(settings: JsonValues) -> JsonValues:
         raise UnsupportedModelError(f"{file}: processor_kwargs with {', '.join(sorted(others))} is not supported")
     processing = JsonValues(settings.table("processing_kwargs"), file)
     for name in ("common", "text"):
-        given |= processing.table(name)
-    others = set(given) - {
-        "max_length",
-        "padding",
-        "padding_side",
-        "pad_to_multiple_of",
-        "return_tensors",
-        "truncation",
-    }
-    if others or given.get("truncation", True) not in (True, "longest_first", "only_first"):
+        keywords |= processing.table(name)
+    harmless = {"padding", "padding_side", "pad_to_multiple_of", "return_tensors"}
+    others = set(keywords) - {"max_length", "truncation", *harmless}
+    if others or keywords.get("truncation", True) not in (True, "longest_first", "only_first"):
         names = ", ".join(sorted(others or {"truncation"}))
         raise UnsupportedModelError(f"{file}: processing_kwargs with {names} is not supported")
-    return JsonValues(given, file)
+    return JsonValues(keywords, file)
 
 
 def _read_prompts(pooler: PoolerConfig, folder: Path) -> PoolerConfig:
@@ -281,26 +220,11 @@ def _read_prompts(pooler: PoolerConfig, folder: Path) -> PoolerConfig:
     return replace(pooler, prompts=dict(prompts), default_prompt_name=default, similarity=kept)
 
 
-def _read_activation(pooler: PoolerConfig, reader: ConfigReader) -> PoolerConfig:
-    """That of a cross-encoder, which may name its own."""
-    named = reader.table("sentence_transformers").get("activation_fn") or reader.raw.get(
-        "sbert_ce_default_activation_function"
-    )
-    if named is None:
-        return pooler
-    name = str(named).rpartition(".")[2].removesuffix("()")
-    if name not in _ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"{reader.file}: activation_fn {named!r} is not supported: {', '.join(_ACTIVATIONS)}"
-        )
-    return replace(pooler, activation=_ACTIVATIONS[name])
-
-
 def _matryoshka(reader: ConfigReader, config: ModelConfig) -> tuple[int, ...] | None:
-    """Sizes of shorter vectors that config.json allows, as other engines read it; none where it says nothing.
+    """Sizes of shorter vectors that config.json allows; empty: none, None: any.
 
-    A model that was not trained for it gives shorter vectors that mean little, so they are refused (as vLLM does).
-    ``hf_overrides={"is_matryoshka": true}`` allows any size.
+    Models that were not trained for it are refused shorter vectors, as in vLLM; ``hf_overrides={"is_matryoshka":
+    true}`` allows any size.
     """
     sizes = reader.raw.get("matryoshka_dimensions")
     if sizes is None:

@@ -1,10 +1,10 @@
-"""Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923): a Qwen2 whose tokens of images have positions in time and space."""
+"""Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923): a tower for images of any size, and a Qwen2 with M-RoPE."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,72 +16,48 @@ from octavo.images.image_files import Normalisation
 from octavo.images.processors import pixel_bounds, read_settings
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Activation, Array, ArrayMaker, AttentionSpec, LayerCache
-from octavo.kernels.weight_rows import QuantizedRows
 from octavo.layers.attention import Attention
 from octavo.layers.layer import Layer, LayerContext, RMSNorm
 from octavo.layers.linear import MergedColumnParallelLinear
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.rope import RotaryRows, rotary_values
-from octavo.models.checkpoint import CheckpointEntry, Pairs, Rename, Shapes, Split, has_values, without_values
-from octavo.models.config_files import ConfigReader, read_activation
+from octavo.models.checkpoint import CheckpointEntry, Pairs, Rename, Shapes, Split, Tensor, has_values, without_values
+from octavo.models.config_files import ConfigReader, fields_of, read_activation
 from octavo.models.llama import LlamaForCausalLM, LlamaLayer
 from octavo.models.network import Tower, TowerInput, tower_context
-from octavo.models.vision import (
-    TEXT_NAMES,
-    PatchEmbedding,
-    Projection,
-    fields_of,
-    patch_places,
-    patch_rows,
-    read_pixels,
-)
+from octavo.models.vision import TEXT_NAMES, PatchEmbedding, Projection, patch_places, patch_rows, read_pixels
 
-# The tower of Qwen2.5-VL (Bai et al. 2025, arXiv 2502.13923, section 2.1.1): images of any size.
-
-#: Lines and columns of patches of the largest image: more than a processor's largest ratio of sides leaves.
+#: Most lines or columns of patches: more than a processor's largest ratio of sides allows.
 _MAX_SIDE = 8192
-#: What config.json leaves out of ``vision_config`` if it is the default of transformers.
+#: Defaults of transformers, which ``vision_config`` may leave out.
 _VISION_DEFAULTS = {
-    "depth": 32,
-    "hidden_size": 3584,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "out_hidden_size": 3584,
-    "fullatt_block_indexes": [7, 15, 23, 31],
+    **{"depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16},
+    **{"out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31]},
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class QwenVisionConfig(ModelConfig):
-    """What the tower has beyond ``ModelConfig``."""
-
     activation: Activation
     normalisation: Normalisation
-    #: Pixels of a side of a patch; patches of a side of the square that makes a feature; squares of a side of a window.
+    #: Sides: of a patch in pixels; in patches, of the square that makes a feature; in squares, of a window.
     patch_size: int
     merge: int
     window: int
-    #: Layers in which each patch sees all.
+    #: Layers without windows.
     full_layers: frozenset[int]
     #: Width of the features.
     outputs: int
-    #: Patches of the largest image, where the model's files say how large one may be.
+    #: Of the largest image, if the model's files limit it.
     max_patches: int | None
 
 
 def read_qwen_vision(reader: ConfigReader) -> QwenVisionConfig:
-    """The facts of a ``vision_config``.
-
-    Raises:
-        ConfigError: a value is missing, of the wrong type or impossible.
-        UnsupportedModelError: the activation is not supported.
-    """
     reader = reader.with_defaults(**_VISION_DEFAULTS)
     hidden, heads, layers = reader.positive("hidden_size"), reader.positive("num_heads"), reader.positive("depth")
     if hidden % (4 * heads):
         raise ConfigError(
-            f"{reader.file}: hidden_size ({hidden}) of the tower must be a multiple of 4 * num_heads ({4 * heads}): "
-            "lines and columns turn pairs of dimensions"
+            f"{reader.file}: hidden_size ({hidden}) of the tower must be a multiple of 4 * num_heads ({4 * heads})"
         )
     if reader.positive(reader.named("in_channels", "in_chans"), 3) != 3:
         raise ConfigError(f"{reader.file}: the tower must have 3 channels, those of red, green and blue")
@@ -95,6 +71,9 @@ def read_qwen_vision(reader: ConfigReader) -> QwenVisionConfig:
     if window < patch * merge:
         raise ConfigError(f"{reader.file}: window_size must be at least that of a feature ({patch * merge}): {window}")
     theta = ConfigReader(reader.table("rope_parameters"), reader.file).number("rope_theta", 10000.0)
+    max_patches = None
+    with suppress(ConfigError):  # it is reported when images are processed
+        max_patches = pixel_bounds(read_settings(reader.file.parent, {}))[1] // patch**2
     return QwenVisionConfig(
         architecture="vision tower",
         vocab_size=0,
@@ -116,26 +95,17 @@ def read_qwen_vision(reader: ConfigReader) -> QwenVisionConfig:
         window=window // merge // patch,
         full_layers=frozenset(full),
         outputs=reader.positive("out_hidden_size"),
-        max_patches=_max_patches(reader.file.parent, patch),
+        max_patches=max_patches,
     )
-
-
-def _max_patches(folder: Path, patch: int) -> int | None:
-    try:
-        _, pixels = pixel_bounds(read_settings(folder, {}))
-    except ConfigError:  # it is told where images are to be processed
-        return None
-    return pixels // patch**2
 
 
 @dataclass(frozen=True)
 class SumFrames:
-    """Sums the frames of weights [outputs, colours, frames, lines, columns]: an image is the same in each of them."""
+    """Sums weights [outputs, colours, frames, lines, columns] over the frames: an image is the same in each."""
 
     name: str
 
-    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, np.ndarray | QuantizedRows]]:
-        """The tensors, that one as [outputs, colours, lines, columns]."""
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
             if name == self.name and isinstance(tensor, np.ndarray) and tensor.ndim == 5:
                 outputs, colours, _, lines, columns = tensor.shape
@@ -146,7 +116,6 @@ class SumFrames:
             yield name, tensor
 
 
-#: Leads the names of a checkpoint, of transformers 4 or 5, to those of a network's ``tower``.
 QWEN_VISION_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"^(model\.)?visual\.", "tower."),
     Rename(r"^tower\.patch_embed\.proj\.", "tower.patches."),
@@ -175,7 +144,7 @@ class PlaceAngles(RotaryRows):
 
 
 class PatchMerger(Layer):
-    """A feature of each square of patches: a norm of each patch, and two products with all of a square."""
+    """Makes a feature of each square of patches: a norm of each patch, and an MLP over the square."""
 
     def __init__(self, config: QwenVisionConfig, context: LayerContext) -> None:
         super().__init__()
@@ -188,12 +157,12 @@ class PatchMerger(Layer):
         self.fc2 = self.attach("fc2", Projection(context, inner, config.outputs, bias=True))
 
     def __call__(self, stream: Array, batch: ForwardBatch) -> Array:
-        """The stream float32 [T, E], in which squares lie behind each other, to features float32 [N, outputs]."""
+        """The stream float32 [T, E], square by square, to features float32 [N, outputs]."""
         return self.fc2(self.fc1(self.kernels.take_sampled(self.norm(stream), batch, self._patches)))
 
 
 class QwenTower(Tower):
-    """Rows are patches, square by square and window by window; windows are the segments of a piece."""
+    """Rows are patches in the order of squares and windows; windows are the segments of a piece."""
 
     rotary_axes = 2
 
@@ -204,49 +173,42 @@ class QwenTower(Tower):
         self.row_width, self.max_rows = 3 * size**2, config.max_patches
         self.patches = self.attach("patches", PatchEmbedding(context, config.hidden_size, (3, size, size), bias=False))
         self._angles = PlaceAngles(config.head_dim, config.rope.theta, context.kernels)
-        self.layers = [self.attach(f"layers.{i}", self._layer(i, context)) for i in range(config.num_layers)]
+        self.layers: list[LlamaLayer] = []
+        for index in range(config.num_layers):
+            spec = AttentionSpec(config.head_dim**-0.5, causal=False, cross=index in config.full_layers)
+            mlp = GatedMLP(context, config.hidden_size, config.intermediate_size, True, config.activation)
+            layer = LlamaLayer(config, context, Attention(config, context, spec, self._angles), mlp)
+            self.layers.append(self.attach(f"layers.{index}", layer))
         self.merger = self.attach("merger", PatchMerger(config, context))
         self.workspace = self.layers[0].attention.kv_spec
 
-    def _layer(self, index: int, context: LayerContext) -> LlamaLayer:
-        config = self.config
-        spec = AttentionSpec(config.head_dim**-0.5, causal=False, cross=index in config.full_layers)
-        mlp = GatedMLP(context, config.hidden_size, config.intermediate_size, True, config.activation)
-        return LlamaLayer(config, context, Attention(config, context, spec, self._angles), mlp)
-
     def prepare(self, image: ImageInput) -> list[TowerInput]:
-        """See ``Tower``.
-
-        Raises:
-            InvalidRequestError: whole features do not cover it, or it is too large.
-        """
-        size = self.config.patch_size
-        unit, largest = self.config.merge * size, _MAX_SIDE * size
+        config, size, square = self.config, self.config.patch_size, self.config.merge**2
+        unit, largest = config.merge * size, _MAX_SIDE * size
         if not all(0 < side <= largest and side % unit == 0 for side in (image.height, image.width)):
             raise InvalidRequestError(
-                f"the network sees images whose sides are multiples of {unit}, at most {largest}: not "
-                f"{image.height} x {image.width}"
+                f"sides of images must be multiples of {unit} and at most {largest}, not {image.height} x {image.width}"
             )
-        return [self._piece(pixels) for pixels in image.array()]
-
-    def _piece(self, pixels: np.ndarray) -> TowerInput:
-        config, square = self.config, self.config.merge**2
-        lines, columns = (side // config.patch_size for side in pixels.shape[:2])
+        lines, columns = image.height // size, image.width // size
         order, lens = _windows(lines // config.merge, columns // config.merge, config.window)
-        patches = patch_rows(config.normalisation.rows(pixels), config.patch_size, config.merge)
         places = np.stack(patch_places(lines, columns, config.merge))
-        rows = patches.reshape(len(order), square, -1)[order].reshape(len(patches), -1)
         segments = square * lens
-        return TowerInput(
-            np.ascontiguousarray(rows),
-            np.arange(len(rows)) - np.repeat(np.cumsum(segments) - segments, segments),
-            square * np.argsort(order),
-            tuple(segments.tolist()),
-            np.ascontiguousarray(places.reshape(2, -1, square)[:, order].reshape(2, -1)),
-        )
+        inputs = []
+        for pixels in image.array():
+            patches = patch_rows(config.normalisation.rows(pixels), size, config.merge)
+            rows = patches.reshape(len(order), square, -1)[order].reshape(len(patches), -1)
+            inputs.append(
+                TowerInput(
+                    np.ascontiguousarray(rows),
+                    np.arange(len(rows)) - np.repeat(np.cumsum(segments) - segments, segments),
+                    square * np.argsort(order),
+                    tuple(segments.tolist()),
+                    np.ascontiguousarray(places.reshape(2, -1, square)[:, order].reshape(2, -1)),
+                )
+            )
+        return inputs
 
     def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
-        """See ``Tower``."""
         stream = self.patches(rows)
         for layer in self.layers:
             stream = layer(stream, caches[layer.attention.spec.cross], batch)
@@ -254,39 +216,26 @@ class QwenTower(Tower):
 
 
 def _windows(lines: int, columns: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """A grid's squares in the order of windows of ``side * side`` of them, each line by line, and how many each has."""
+    """The order of a grid's squares by windows of ``side * side`` squares, and the number of squares of each window."""
     line, column = np.indices((lines, columns)).reshape(2, -1) // side
     window = line * -(-columns // side) + column
     return np.argsort(window, kind="stable"), np.bincount(window)
 
 
-#: What config.json leaves out if it is the default of transformers.
+#: Defaults of transformers, which config.json may leave out.
 _DEFAULTS = {
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "max_window_layers": 80,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
+    **{"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+    **{"rope_theta": 1e6, "max_window_layers": 80, "bos_token_id": 151643, "eos_token_id": 151645},
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen25VLConfig(ModelConfig):
-    """That of the language model, and the tower's."""
-
     vision: QwenVisionConfig
 
 
 class Qwen25VLForConditionalGeneration(LlamaForCausalLM):
-    """The language model, with the tower on its first stage."""
-
     checkpoint_map = (*QWEN_VISION_NAMES, *TEXT_NAMES)
 
     def __init__(self, config: Qwen25VLConfig, context: LayerContext) -> None:
@@ -296,23 +245,19 @@ class Qwen25VLForConditionalGeneration(LlamaForCausalLM):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json, in which the language model's may be a part of their own, ``text_config``."""
-        given = {name: value for name, value in reader.table("text_config").items() if value is not None}
+        fields = {name: value for name, value in reader.table("text_config").items() if value is not None}
         if reader.raw.get("tie_word_embeddings") is not None:
-            given.pop("tie_word_embeddings", None)  # that of the whole counts
-        text_reader = replace(reader, raw=reader.raw | given).with_defaults(**_DEFAULTS)
+            fields.pop("tie_word_embeddings", None)  # that of the whole counts
+        text_reader = replace(reader, raw=reader.raw | fields).with_defaults(**_DEFAULTS)
         text_reader, sections = _without_sections(text_reader)
         text = LlamaForCausalLM.read_config("Qwen2ForCausalLM", text_reader)
         if len(sections) != 3 or 2 * sum(sections) != text.head_dim:
-            raise ConfigError(
-                f"{reader.file}: mrope_section must be three numbers with the sum {text.head_dim // 2}, half of a "
-                f"head, not {list(sections)}"
-            )
+            half = text.head_dim // 2
+            raise ConfigError(f"{reader.file}: the three numbers of mrope_section must sum to {half}: {list(sections)}")
         vision = read_qwen_vision(replace(reader, raw=reader.table("vision_config")))
         if vision.outputs != text.hidden_size:
             raise ConfigError(
-                f"{reader.file}: out_hidden_size ({vision.outputs}) of the tower must be hidden_size "
-                f"({text.hidden_size})"
+                f"{reader.file}: out_hidden_size ({vision.outputs}) must be hidden_size ({text.hidden_size})"
             )
         facts = ImageFacts("qwen2_5_vl", reader.positive("image_token_id", 151655))
         changes = {"architecture": architecture, "image_facts": facts, "rope": replace(text.rope, sections=sections)}
@@ -320,7 +265,7 @@ class Qwen25VLForConditionalGeneration(LlamaForCausalLM):
 
 
 def _without_sections(reader: ConfigReader) -> tuple[ConfigReader, tuple[int, ...]]:
-    """The reader of a rope as other networks have it, and the sections of a head."""
+    """The reader with a plain RoPE, and the sections of a head."""
     rope: dict[str, Any] = reader.table("rope_parameters") or reader.table("rope_scaling")
     sections = rope.pop("mrope_section", (16, 24, 24))
     if not isinstance(sections, list | tuple) or not all(isinstance(size, int) and size >= 0 for size in sections):

@@ -1,4 +1,4 @@
-"""The registry of networks by architecture; a network's module is imported on first use."""
+"""The registry of networks by architecture (vLLM's ModelRegistry); a network's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.models.network import Network
 
 
-#: Architecture, as config.json names it, to (model_type of config.json, module, class).
+#: Architecture in config.json -> (its model_type, module, class).
 NETWORKS = {
     "BartForConditionalGeneration": ("bart", "octavo.models.bart", "BartForConditionalGeneration"),
     "BloomForCausalLM": ("bloom", "octavo.models.gpt", "BloomForCausalLM"),
@@ -35,11 +35,7 @@ NETWORKS = {
     "Gemma3ForCausalLM": ("gemma3_text", "octavo.models.gemma", "GemmaForCausalLM"),
     "Gemma3ForConditionalGeneration": ("gemma3", "octavo.models.gemma", "Gemma3ForConditionalGeneration"),
     "GemmaForCausalLM": ("gemma", "octavo.models.gemma", "GemmaForCausalLM"),
-    "Idefics3ForConditionalGeneration": (
-        "idefics3",
-        "octavo.models.idefics3",
-        "Idefics3ForConditionalGeneration",
-    ),
+    "Idefics3ForConditionalGeneration": ("idefics3", "octavo.models.idefics3", "Idefics3ForConditionalGeneration"),
     "LlamaForCausalLM": ("llama", "octavo.models.llama", "LlamaForCausalLM"),
     "LlavaForConditionalGeneration": ("llava", "octavo.models.llava", "LlavaForConditionalGeneration"),
     "MBartForConditionalGeneration": ("mbart", "octavo.models.bart", "MBartForConditionalGeneration"),
@@ -70,13 +66,13 @@ NETWORKS = {
     "WhisperForConditionalGeneration": ("whisper", "octavo.models.whisper", "WhisperForConditionalGeneration"),
 }
 
-#: Networks that draft for another one and cannot be served alone.
+#: Draft heads, which cannot be served alone.
 _HEADS = {
     "EagleLlamaForCausalLM": ("", "octavo.models.eagle", "EagleForCausalLM"),
     "LlamaForCausalLMEagle3": ("", "octavo.models.eagle", "Eagle3ForCausalLM"),
 }
 
-#: Encoders by the beginning of their architectures' names, which end in one of ``_ENDINGS``.
+#: Encoders by the beginning of the architecture, which ends in one of ``_ENDINGS``.
 ENCODERS = {
     "Bert": ("bert", "octavo.models.bert", "BertModel"),
     "Camembert": ("camembert", "octavo.models.bert", "RobertaModel"),
@@ -87,10 +83,10 @@ ENCODERS = {
     "Roberta": ("roberta", "octavo.models.bert", "RobertaModel"),
     "XLMRoberta": ("xlm-roberta", "octavo.models.bert", "RobertaModel"),
 }
-#: What follows the name of a family in an architecture without a language-model head, or whose head is not used.
+#: Of architectures whose language-model head does not exist or is not used.
 _ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "Model")
 
-#: Names of models with layers that keep a state instead of keys and values, alone or between attention layers.
+#: Models with layers that keep a state instead of keys and values.
 _STATE_SPACE = re.compile(
     r"mamba|jamba|zamba|bamba|rwkv|retnet|hyena|recurrent_?gemma|qwen3_?next|qwen3_?5|kimi_?linear|falcon_?h1"
     r"|nemotron_?h|minimax|moe_?hybrid|granite_?hybrid|lfm2|plamo2"
@@ -99,23 +95,23 @@ _SUFFIX = re.compile(r"ForCausalLM$|ForConditionalGeneration$|LMHeadModel$|Model
 
 
 def unsupported(what: str, name: str, supported: Sequence[str]) -> UnsupportedModelError:
-    """The error for a kind of model that is not among ``supported``, with the reason or the nearest one if known."""
+    """The error for a model whose ``name`` is not ``supported``, with the reason or the nearest supported name."""
     reason = ": state-space layers are not supported" if _STATE_SPACE.search(name.lower()) else ""
-    known = {_SUFFIX.sub("", other).lower(): other for other in supported}
-    near = [] if reason else difflib.get_close_matches(_SUFFIX.sub("", name).lower(), known, n=1)
-    hint = f"; the nearest is {known[near[0]]!r}" if near else ""
+    stems = {_SUFFIX.sub("", other).lower(): other for other in supported}
+    near = [] if reason else difflib.get_close_matches(_SUFFIX.sub("", name).lower(), stems, n=1)
+    hint = f"; the nearest is {stems[near[0]]!r}" if near else ""
     return UnsupportedModelError(f"{what} {name!r} is not supported{reason}; supported: {', '.join(supported)}{hint}")
 
 
 def supported_architectures() -> list[str]:
-    """The architectures that can be served, sorted; ``find_base`` says which others are, too."""
+    """The architectures that can be served, sorted; ``find_base`` knows variants of them."""
     return sorted([*NETWORKS, *(f"{family}Model" for family in ENCODERS)])
 
 
 def find_base(architecture: str) -> str | None:
-    """The architecture whose network this one has, with another head or none; None: it is not supported.
+    """The architecture whose network this one has, with another head or none; None: not supported.
 
-    So any decoder may have a classification head in place of that of its language model.
+    So any decoder may have a classification head in place of its language-model head.
     """
     if architecture in NETWORKS or architecture in _HEADS:
         return architecture
@@ -123,35 +119,23 @@ def find_base(architecture: str) -> str | None:
     family = architecture.removesuffix(ending) if ending else ""
     if family in ENCODERS:
         return f"{family}Model"
-    # The text part of a model that takes images, too, has a name of its own only where it has no head for text.
+    # The text part of a multimodal model has "Text" in its name only where it has no language-model head.
     names = (family, family.removesuffix("Text"))
     decoders = (f"{name}{head}" for name in names for head in ("ForCausalLM", "LMHeadModel"))
     return next((name for name in decoders if ending != "ForMaskedLM" and name in NETWORKS), None)
 
 
 def architecture_of_type(model_type: str) -> str | None:
-    """The architecture for a config.json that has this model_type and no architectures."""
-    decoder = next((name for name, (known, _, _) in NETWORKS.items() if known == model_type), None)
-    return decoder or next(
-        (f"{family}Model" for family, (known, _, _) in ENCODERS.items() if known == model_type), None
-    )
+    """The architecture of a config.json that has this model_type and no architectures."""
+    encoders = {f"{family}Model": entry for family, entry in ENCODERS.items()}
+    return next((name for name, (kind, _, _) in (NETWORKS | encoders).items() if kind == model_type), None)
 
 
 def model_type_of(architecture: str) -> str:
-    """The model_type of an architecture's config.json.
-
-    Raises:
-        UnsupportedModelError: there is no such architecture.
-    """
     return _entry(architecture)[0]
 
 
 def network_class(architecture: str) -> type[Network]:
-    """The network class of an architecture.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
     _, module, name = _entry(architecture)
     network: type[Network] = getattr(import_module(module), name)
     return network
@@ -166,53 +150,44 @@ def _entry(architecture: str) -> tuple[str, str, str]:
 
 
 def make_network(config: ModelConfig, context: LayerContext) -> Network:
-    """The network of ``config.architecture``, without weights.
-
-    Raises:
-        UnsupportedModelError: there is no network for the architecture.
-        ConfigError: the configuration contradicts itself, or cannot be divided among the ranks or stages.
-    """
+    """The network of ``config.architecture``, without weights."""
     return network_class(config.architecture)(config, context)
 
 
-# What a network has after its last layer: the architecture says so by the end of its name.
-
-_HEAD_KINDS: dict[str, Literal["sequence", "token"]] = {
-    "ForSequenceClassification": "sequence",
-    "ForTokenClassification": "token",
-}
-
-
 def with_head(config: ModelConfig, architecture: str, reader: ConfigReader) -> ModelConfig:
-    """The configuration of a base network as that of an architecture with a classification head, or with none.
+    """The configuration of a base network for an architecture with a classification head, or with no head.
 
-    Vectors are by default the mean of an encoder's hidden states, as sentence-transformers makes them of a model that
-    says nothing, and the last one of a decoder's. Class scores are made of an encoder's first one, unless the model
-    says otherwise (``classifier_pooling``), and of a decoder's last one.
-
-    Raises:
-        ConfigError: the classes are not named as they should be.
+    Vectors are by default the mean of an encoder's hidden states, as in sentence-transformers, or a decoder's last one.
+    Class scores come from an encoder's first hidden state, unless ``classifier_pooling`` says otherwise, or a decoder's
+    last one.
     """
-    head = next((head for ending, head in _HEAD_KINDS.items() if architecture.endswith(ending)), None)
-    if head is None:
+    head: Literal["sequence", "token"]
+    if architecture.endswith("ForSequenceClassification"):
+        head = "sequence"
+    elif architecture.endswith("ForTokenClassification"):
+        head = "token"
+    else:
         vectors: PoolingKind = "mean" if config.is_encoder else "last"
         return replace(config, architecture=architecture, head="none", pooler=PoolerConfig(vectors))
     labels = _labels(reader)
-    pooler = PoolerConfig(_classifier_pooling(reader, config), activation=_activation(reader, labels))
+    pooling: PoolingKind = "last"
+    if config.is_encoder:
+        pooling = reader.raw.get("classifier_pooling") or "cls"
+        if pooling not in ("cls", "mean"):
+            raise ConfigError(f"{reader.file}: classifier_pooling must be cls or mean, not {pooling!r}")
+    # Softmax where one class is right, sigmoid where each may be.
+    problem = reader.raw.get("problem_type")
+    activation: PoolerActivation = "softmax"
+    if problem == "regression":
+        activation = "identity"
+    elif len(labels) == 1 or problem == "multi_label_classification":
+        activation = "sigmoid"
+    pooler = PoolerConfig(pooling, activation=activation)
     return replace(config, architecture=architecture, head=head, labels=labels, pooler=pooler)
 
 
-def _classifier_pooling(reader: ConfigReader, config: ModelConfig) -> PoolingKind:
-    if not config.is_encoder:
-        return "last"
-    kind = reader.raw.get("classifier_pooling") or "cls"
-    if kind not in ("cls", "mean"):
-        raise ConfigError(f"{reader.file}: classifier_pooling must be cls or mean, not {kind!r}")
-    return "mean" if kind == "mean" else "cls"
-
-
 def _labels(reader: ConfigReader) -> tuple[str, ...]:
-    """Names of the classes, in their order: those of id2label, or of ``num_labels`` (2 where nothing is said)."""
+    """The names of the classes in order: id2label, else ``num_labels`` (default 2) generated ones."""
     named = reader.table("id2label")
     if not named:
         return tuple(f"LABEL_{i}" for i in range(reader.positive("num_labels", 2)))
@@ -223,11 +198,3 @@ def _labels(reader: ConfigReader) -> tuple[str, ...]:
     if [key for key, _ in ordered] != list(range(len(ordered))):
         raise ConfigError(f"{reader.file}: id2label must name the classes 0 to {len(ordered) - 1}, not {list(named)!r}")
     return tuple(name for _, name in ordered)
-
-
-def _activation(reader: ConfigReader, labels: tuple[str, ...]) -> PoolerActivation:
-    """What makes class scores probabilities: softmax where one class is right, sigmoid where each may be."""
-    problem = reader.raw.get("problem_type")
-    if problem == "regression":
-        return "identity"
-    return "sigmoid" if len(labels) == 1 or problem == "multi_label_classification" else "softmax"

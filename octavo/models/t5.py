@@ -24,7 +24,7 @@ _TRAINED = 512
 
 @dataclass(frozen=True, kw_only=True)
 class T5EncoderConfig(EncoderConfig):
-    """With the number of buckets of distances, and from which distance on all are in one."""
+    """Relative positions: the number of buckets, and the distance from which on all share the last one."""
 
     buckets: int
     longest_distance: int
@@ -32,7 +32,7 @@ class T5EncoderConfig(EncoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class T5Config(EncoderDecoderConfig):
-    """The buckets are as for the encoder."""
+    """The decoder's buckets are the encoder's."""
 
     encoder: T5EncoderConfig
     buckets: int
@@ -44,22 +44,18 @@ class T5Config(EncoderDecoderConfig):
 
     @property
     def default_length(self) -> int:
-        """As it was trained."""
         return min(self.max_position, self.trained_length)
 
 
 def _names(part: str, target: str, *sublayers: tuple[str, str, str]) -> tuple[CheckpointEntry, ...]:
-    """Renames of the encoder or decoder: (name in the checkpoint, ours, our norm) of what each layer has, in order."""
+    """Renames of encoder or decoder; ``sublayers``: (name in the checkpoint, ours, our norm), in a layer's order."""
     entries: list[CheckpointEntry] = [
         Rename(rf"^{part}\.final_layer_norm\.", f"{target}.norm."),
         Rename(rf"^{part}\.block\.", f"{target}.layers."),
     ]
     for index, (theirs, ours, norm) in enumerate(sublayers):
         before = rf"^({target}\.layers\.\d+)\.layer\.{index}\."
-        entries += [
-            Rename(rf"{before}layer_norm\.", rf"\1.{norm}."),
-            Rename(rf"{before}{theirs}\.", rf"\1.{ours}."),
-        ]
+        entries += [Rename(rf"{before}layer_norm\.", rf"\1.{norm}."), Rename(rf"{before}{theirs}\.", rf"\1.{ours}.")]
     return tuple(entries)
 
 
@@ -82,12 +78,11 @@ T5_NAMES: tuple[CheckpointEntry, ...] = (
 
 
 class T5ForConditionalGeneration(EncoderDecoder):
-    """All layers of the encoder share the bias of its first one, and so do those of the decoder."""
+    """T5: the layers of encoder and decoder share the relative bias of the first layer of each."""
 
     config: T5Config
     #: feed_forward_proj where config.json has none.
     default_mlp: ClassVar[str] = "relu"
-    #: Whether logits may be scaled.
     may_scale_logits: ClassVar[bool] = True
 
     def __init__(self, config: T5Config, context: LayerContext) -> None:
@@ -107,25 +102,21 @@ class T5ForConditionalGeneration(EncoderDecoder):
         )
 
     def bias_owner(self, index: int) -> int:
-        """The layer whose checkpoint has the bias of layer ``index``."""
+        """The layer whose relative bias layer ``index`` uses."""
         return 0
 
     def make_norm(self, config: Any, context: LayerContext) -> RMSNorm:
-        """Without a mean and a bias."""
         return RMSNorm(context, config.hidden_size, config.layer_norm_eps)
 
     def make_attention(self, index: int, config: Any, context: LayerContext) -> Attention:
-        """Scores are not scaled, but have a bias by distance."""
         bias = self._bias(f"model.layers.{self.bias_owner(index)}.relative_bias", config, context, causal=True)
         return Attention(config, context, AttentionSpec(1.0, bias=bias.bias))
 
     def make_encoder_attention(self, index: int, config: Any, context: LayerContext) -> Attention:
-        """The same, over the whole input."""
         bias = self._bias(f"encoder.layers.{self.bias_owner(index)}.relative_bias", config, context, causal=False)
         return Attention(config, context, AttentionSpec(1.0, causal=False, bias=bias.bias))
 
     def make_cross_attention(self, index: int, config: Any, context: LayerContext) -> CrossAttention:
-        """Without a bias."""
         return CrossAttention(config, context, 1.0)
 
     def _bias(self, name: str, config: Any, context: LayerContext, *, causal: bool) -> RelativeBias:
@@ -137,7 +128,6 @@ class T5ForConditionalGeneration(EncoderDecoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json."""
         if reader.raw.get("is_encoder_decoder") is False:
             raise UnsupportedModelError(f"{reader.file}: is_encoder_decoder=false is not supported for {architecture}")
         kind = str(reader.raw.get("feed_forward_proj") or cls.default_mlp)
@@ -155,8 +145,7 @@ class T5ForConditionalGeneration(EncoderDecoder):
         }
         # Version 1.1 has a head of its own. The files of transformers 5 name what follows of it instead.
         scales = reader.with_defaults(scale_decoder_outputs=reader.raw.get("tie_word_embeddings") is not False)
-        names = {"hidden": "d_model", "layers": "num_layers", "heads": "num_heads", "head_dim": "d_kv"}
-        fields = decoder_fields(reader, **names)
+        fields = decoder_fields(reader, hidden="d_model", layers="num_layers", heads="num_heads", head_dim="d_kv")
         fields["tie_word_embeddings"] = cls.may_scale_logits and scales.flag("scale_decoder_outputs")
         start = read_token_ids(reader, "decoder_start_token_id") or read_token_ids(reader, "pad_token_id") or (0,)
         return T5Config(
@@ -172,7 +161,7 @@ class T5ForConditionalGeneration(EncoderDecoder):
 
 
 class MT5ForConditionalGeneration(T5ForConditionalGeneration):
-    """mT5 (Xue et al. 2020): as version 1.1."""
+    """mT5 (Xue et al. 2020): version 1.1."""
 
     default_mlp = "gated-gelu"
     may_scale_logits = False
@@ -184,5 +173,4 @@ class UMT5ForConditionalGeneration(T5ForConditionalGeneration):
     default_mlp = "gated-gelu"
 
     def bias_owner(self, index: int) -> int:
-        """Itself."""
         return index

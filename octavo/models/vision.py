@@ -1,4 +1,4 @@
-"""Towers: the parts of networks that make features of images, which stand in prompts like embeddings of tokens."""
+"""Image towers over vision transformers: pixels to features, which take the place of token embeddings."""
 
 from __future__ import annotations
 
@@ -28,20 +28,12 @@ from octavo.models.encoder import EncoderConfig, PreNormLayer
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.network import Tower, TowerInput
 
-# Pixels of an image as rows of patches, normalised as a checkpoint's files say.
-
 #: Files of a model's folder that may say how images become pixels.
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def read_pixels(reader: ConfigReader, family: str) -> Normalisation:
-    """What the files beside config.json say; what the family has where there are none, as text needs none.
-
-    ``family``: ``model_type`` of a config.json that has none.
-
-    Raises:
-        ConfigError: a value is of the wrong type or impossible.
-    """
+    """The normalisation of pixels by the files beside config.json, else the default of the ``family``."""
     folder, config = reader.file.parent, {**reader.raw, "model_type": reader.raw.get("model_type") or family}
     if any((folder / name).is_file() for name in _FILES):
         return normalisation_of(read_settings(folder, config))
@@ -68,70 +60,51 @@ def patch_places(rows: int, columns: int, merge: int = 1) -> tuple[np.ndarray, n
     return lines.reshape(-1)[order], places.reshape(-1)[order]
 
 
-# What a ``vision_config`` says of a vision transformer: CLIP's (Radford et al. 2021), SigLIP's (Zhai et al. 2023).
+# Vision transformers (Dosovitskiy et al. 2021): CLIP's (Radford et al. 2021) and SigLIP's (Zhai et al. 2023)
 
-#: What config.json leaves out if it is the default of transformers, of both.
-_DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 224,
-}
+#: Defaults of transformers, which config.json may leave out.
+_DEFAULTS = {"hidden_size": 768, "intermediate_size": 3072, "image_size": 224}
+_DEFAULTS |= {"num_hidden_layers": 12, "num_attention_heads": 12}
 _CLIP = {**_DEFAULTS, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 _SIGLIP = {**_DEFAULTS, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 
 
 @dataclass(frozen=True)
 class VitConfig(EncoderConfig):
-    """What vision transformers have beyond ``EncoderConfig``."""
-
-    #: Pixels of a side, of an image and of a patch.
+    #: Sides in pixels.
     image_size: int = 224
     patch_size: int = 14
     normalisation: Normalisation = field(default_factory=Normalisation)
     #: Whether a token without pixels comes first, and patches have no bias.
     class_token: bool = False
-    #: Whether there are norms before the first layer and after the last.
     pre_norm: bool = False
     post_norm: bool = False
 
     @property
     def side(self) -> int:
-        """Patches of a side."""
         return self.image_size // self.patch_size
 
     @property
     def rows(self) -> int:
-        """Rows of the largest piece."""
         return self.side**2 + self.class_token
 
     @property
     def row_width(self) -> int:
-        """Numbers of a patch."""
         return 3 * self.patch_size**2
 
 
 def read_clip(reader: ConfigReader) -> VitConfig:
-    """A class token beside the patches, a norm before the first layer, none of the last: features are a layer's.
-
-    Raises:
-        ConfigError: a value of ``vision_config`` is of the wrong type or impossible.
-    """
+    """CLIP: a class token beside the patches, a norm before the first layer, none after the last."""
     return _read(reader.with_defaults(**_CLIP), class_token=True, pre_norm=True)
 
 
 def read_siglip(reader: ConfigReader, **defaults: Any) -> VitConfig:
-    """Patches alone, a norm after the last layer; ``defaults`` are those of the family, where they are not SigLIP's.
-
-    Raises:
-        ConfigError: as for ``read_clip``.
-    """
+    """SigLIP: patches alone, a norm after the last layer; ``defaults`` are those of the family."""
     return _read(reader.with_defaults(**{**_SIGLIP, **defaults}), post_norm=True)
 
 
 def _read(reader: ConfigReader, **values: Any) -> VitConfig:
-    """The facts of a ``vision_config`` that has every value; ``values`` are fields that config.json does not have."""
+    """The configuration by a ``vision_config``; ``values`` are fields that config.json does not have."""
     hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
     if hidden % heads:
         raise ConfigError(f"{reader.file}: hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads})")
@@ -161,9 +134,6 @@ def _read(reader: ConfigReader, **values: Any) -> VitConfig:
     return replace(config, **values)
 
 
-# Vision transformers (Dosovitskiy et al. 2021): patches as rows, learned positions, layers that see all of a piece.
-
-#: Names of layers, as all checkpoints have them.
 VIT_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"^(tower\.vision)\.embeddings\.patch_embedding\.", r"\1.patches."),
     Rename(r"^(tower\.vision)\.embeddings\.position_embedding\.", r"\1.positions."),
@@ -178,10 +148,10 @@ VIT_NAMES: tuple[CheckpointEntry, ...] = (
 
 
 class PatchEmbedding(Layer):
-    """A convolution that moves by its own size, as a product with the numbers of each patch, [inputs] in all."""
+    """A convolution with its own size as stride: a product with the numbers of each patch."""
 
     def __init__(self, context: LayerContext, outputs: int, inputs: tuple[int, ...], *, bias: bool) -> None:
-        """``inputs``: the dimensions of the checkpoint's weight behind ``outputs``."""
+        """``inputs``: the dimensions of the checkpoint's weight after ``outputs``."""
         super().__init__()
         self._kernels, self._dtype, self._bias = context.kernels, context.dtype, bias
         self._placed: dict[str, np.ndarray] = {}
@@ -193,22 +163,19 @@ class PatchEmbedding(Layer):
             self.holds.append(Weight("bias", (outputs,), "vector", context.dtype))
 
     def __call__(self, rows: Array) -> Array:
-        """Rows float32 [T, inputs] to float32 [T, outputs]."""
         return self._packed(rows, DType.FLOAT32)
 
     def place(self, shard: str, tensor: np.ndarray) -> None:
-        """Keeps the tensor until all are there."""
         self._placed[shard] = tensor
 
     def complete(self) -> None:
-        """Packs the matrix."""
         weight = self._placed.pop("weight")
         matrix = weight.reshape(len(weight), -1)
         self._packed = self._kernels.pack([matrix], self._placed.pop("bias", None), dtype=self._dtype)
 
 
 class ClassPositionEmbedding(PositionEmbedding):
-    """Positions of which the first is that of a token without pixels, whose own embedding is added to it."""
+    """Learned positions; the class token's embedding is added to the first row."""
 
     def __init__(self, context: LayerContext, rows: int, hidden_size: int) -> None:
         super().__init__(context, rows, hidden_size)
@@ -216,11 +183,9 @@ class ClassPositionEmbedding(PositionEmbedding):
         self._parts: dict[str, np.ndarray] = {}
 
     def place(self, shard: str, tensor: Any) -> None:
-        """Keeps both until they are there."""
         self._parts[shard] = tensor
 
     def complete(self) -> None:
-        """Copies the table."""
         table = self._parts["weight"].astype(np.float32)
         table[0] += self._parts["class"].astype(np.float32)
         self._parts.clear()
@@ -228,30 +193,28 @@ class ClassPositionEmbedding(PositionEmbedding):
 
 
 class VisionTransformer(Layer):
-    """The patches of one piece, which all see each other, to the stream after the last layer."""
+    """The patches of one piece to the stream after the last layer; all patches attend to each other."""
 
     def __init__(self, config: VitConfig, context: LayerContext) -> None:
         super().__init__()
         width, patch = config.hidden_size, config.patch_size
         self.config = config
-        self.patches = self.attach(
-            "patches", PatchEmbedding(context, width, (3, patch, patch), bias=not config.class_token)
-        )
+        patches = PatchEmbedding(context, width, (3, patch, patch), bias=not config.class_token)
+        self.patches = self.attach("patches", patches)
         table = ClassPositionEmbedding if config.class_token else PositionEmbedding
         self.positions = self.attach("positions", table(context, config.rows, width))
         self.pre_norm = self.attach("pre_norm", self._norm(context)) if config.pre_norm else None
-        self.layers = [self.attach(f"layers.{i}", self._layer(context)) for i in range(config.num_layers)]
+        self.layers: list[PreNormLayer] = []
+        for index in range(config.num_layers):
+            attention = Attention(config, context, AttentionSpec(config.head_dim**-0.5, causal=False))
+            mlp = MLP(context, width, config.intermediate_size, True, config.activation)
+            layer = PreNormLayer(attention, mlp, [self._norm(context), self._norm(context)])
+            self.layers.append(self.attach(f"layers.{index}", layer))
         self.post_norm = self.attach("post_norm", self._norm(context)) if config.post_norm else None
         self.kv_spec = self.layers[0].attention.kv_spec
 
     def _norm(self, context: LayerContext) -> LayerNorm:
         return LayerNorm(context, self.config.hidden_size, self.config.layer_norm_eps)
-
-    def _layer(self, context: LayerContext) -> PreNormLayer:
-        config = self.config
-        attention = Attention(config, context, AttentionSpec(config.head_dim**-0.5, causal=False))
-        mlp = MLP(context, config.hidden_size, config.intermediate_size, True, config.activation)
-        return PreNormLayer(config, attention, mlp, [self._norm(context), self._norm(context)])
 
     def __call__(self, rows: Array, batch: ForwardBatch, cache: LayerCache) -> Array:
         """Rows float32 [T, row_width] to the stream float32 [T, E], before ``post_norm``."""
@@ -262,46 +225,12 @@ class VisionTransformer(Layer):
             stream = layer(stream, cache, batch)
         return stream
 
-    def prepare(self, image: ImageInput, merge: int = 1) -> list[TowerInput]:
-        """Pieces as rows for ``__call__``: see ``Tower.prepare`` and ``patch_rows``.
-
-        Each square of ``merge * merge`` patches makes a feature.
-
-        Raises:
-            InvalidRequestError: they are of a size that the network does not see.
-        """
-        self.check(image, merge)
-        size = self.config.patch_size
-        lines, columns = image.height // size, image.width // size
-        positions = self.position_ids(lines, columns, merge)
-        return [self._rows(piece[: lines * size, : columns * size], positions, merge) for piece in image.array()]
-
-    def check(self, image: ImageInput, merge: int) -> None:
-        """Raises InvalidRequestError for pieces of another size than the network's own."""
-        size = self.config.image_size
-        if (image.height, image.width) != (size, size):
-            raise InvalidRequestError(f"the network sees images of {size} x {size}, not {image.height} x {image.width}")
-
-    def position_ids(self, lines: int, columns: int, merge: int) -> np.ndarray:
-        """The row of the table of each patch of a grid, int64 [patches], in the order of ``patch_rows``."""
-        line, column = patch_places(lines, columns, merge)
-        return line * columns + column
-
-    def _rows(self, pixels: np.ndarray, positions: np.ndarray, merge: int) -> TowerInput:
-        config = self.config
-        rows, first = patch_rows(config.normalisation.rows(pixels), config.patch_size, merge), 0
-        if config.class_token:
-            rows, first = np.concatenate((np.zeros((1, rows.shape[1]), np.float32), rows)), 1
-            positions = np.concatenate((np.zeros(1, np.int64), positions + 1))
-        features = np.arange(first, len(rows), merge * merge, dtype=np.int64)
-        return TowerInput(np.ascontiguousarray(rows), positions, features, (len(rows),))
-
 
 class VitTower(Tower):
-    """A vision transformer; what a family makes of its output comes to it."""
+    """A tower over a vision transformer; families define ``features``."""
 
     def __init__(self, vision: VisionTransformer, kernels: Kernels, merge: int = 1) -> None:
-        """``merge``: patches of a side of the square that makes a feature."""
+        """``merge``: the side, in patches, of the square that makes a feature."""
         super().__init__()
         self.kernels, self.merge = kernels, merge
         self.row_width, self.max_rows = vision.config.row_width, vision.config.rows
@@ -309,46 +238,55 @@ class VitTower(Tower):
         self.workspace = vision.kv_spec
 
     def prepare(self, image: ImageInput) -> list[TowerInput]:
-        """See ``Tower``."""
-        return self.vision.prepare(image, self.merge)
+        self.check(image)
+        config, size, merge = self.vision.config, self.vision.config.patch_size, self.merge
+        lines, columns = image.height // size, image.width // size
+        positions, first = self.position_ids(lines, columns), int(config.class_token)
+        if first:
+            positions = np.concatenate((np.zeros(1, np.int64), positions + 1))
+        inputs = []
+        for piece in image.array():
+            rows = patch_rows(config.normalisation.rows(piece[: lines * size, : columns * size]), size, merge)
+            if first:
+                rows = np.concatenate((np.zeros((1, rows.shape[1]), np.float32), rows))
+            features = np.arange(first, len(rows), merge * merge, dtype=np.int64)
+            inputs.append(TowerInput(np.ascontiguousarray(rows), positions, features, (len(rows),)))
+        return inputs
+
+    def check(self, image: ImageInput) -> None:
+        size = self.vision.config.image_size
+        if (image.height, image.width) != (size, size):
+            raise InvalidRequestError(f"images must be {size} x {size}, not {image.height} x {image.width}")
+
+    def position_ids(self, lines: int, columns: int) -> np.ndarray:
+        """The position row of each patch of a grid, int64 [patches], in the order of ``patch_rows``."""
+        line, column = patch_places(lines, columns, self.merge)
+        return line * columns + column
 
 
 class Projection(ReplicatedConcatLinear):
-    """A matrix product with a float32 result, of which every rank has all."""
+    """A linear layer with a float32 result, whole on every rank."""
 
     def __init__(self, context: LayerContext, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__(context, [inputs], outputs, bias)
 
     def __call__(self, x: Array) -> Array:
-        """x [T, in] to float32 [T, out]."""
         return self.product(0, x, DType.FLOAT32)
 
 
-# The language model of a network that sees images: what ``text_config`` says of it, and names of its tensors.
+# The language model behind a tower
 
-#: Language models that a tower is put before, by their model_type.
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-#: What config.json leaves out if it is the default of transformers.
+#: Of language models, by the model_type in ``text_config``.
+_ARCHITECTURES = {kind.lower(): f"{kind}ForCausalLM" for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+#: Defaults of transformers, which config.json may leave out.
 _LLAMA = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
 }
-#: Values that the whole says where the language model's part does not.
+#: Values that may stand at the top level of config.json instead.
 _OF_ALL = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
 
-#: Leads the names of transformers 4 and 5 to those of a decoder; comes last in a map. Of the tower remains what the
-#: network has: a later stage has none.
+#: The names of transformers 4 and 5, last in a map. Later pipeline stages have no tower and drop its tensors.
 TEXT_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"^(model\.)?(language_model|text_model)\.(model\.)?", "model."),
     Rename(r"^model\.lm_head\.", "lm_head."),
@@ -358,12 +296,7 @@ TEXT_NAMES: tuple[CheckpointEntry, ...] = (
 
 
 def read_text_part(architecture: str, reader: ConfigReader) -> ModelConfig:
-    """The configuration of the language model, with ``architecture`` as that of the whole.
-
-    Raises:
-        ConfigError: a value is missing, of the wrong type or impossible.
-        UnsupportedModelError: there is no such language model, or one of its values is not supported.
-    """
+    """The configuration of the language model, with ``architecture`` as that of the whole."""
     text = reader.table("text_config")
     kind = str(text.get("model_type") or "llama")
     if kind not in _ARCHITECTURES:
@@ -371,16 +304,12 @@ def read_text_part(architecture: str, reader: ConfigReader) -> ModelConfig:
             f"{reader.file}: text_config has model_type {kind!r}; {architecture} has one of {', '.join(_ARCHITECTURES)}"
         )
     whole = {name: reader.raw.get(name) for name in _OF_ALL}
-    given = {name: value for name, value in (whole | _without_null(text)).items() if value is not None}
-    text_reader = replace(reader, raw={**(_LLAMA if kind == "llama" else {}), **given})
+    defaults = (_LLAMA if kind == "llama" else {}) | {name: value for name, value in whole.items() if value is not None}
+    text_reader = replace(reader, raw=text).with_defaults(**defaults)
     config = LlamaForCausalLM.read_config(_ARCHITECTURES[kind], text_reader)
     return replace(config, architecture=architecture)
 
 
 def fields_of(config: ModelConfig) -> dict[str, Any]:
-    """Its fields by name, to make a configuration of a family of it."""
+    """The fields of a configuration by name, to make a family's configuration from it."""
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
-
-
-def _without_null(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

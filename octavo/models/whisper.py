@@ -1,9 +1,8 @@
-"""Whisper (Radford et al. 2022): the encoder hears 30 seconds of sound, the decoder writes what was said."""
+"""Whisper (Radford et al. 2022): the encoder reads 30 seconds of sound, the decoder writes their text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from octavo.layers.layer import LayerContext
 from octavo.layers.linear import TAPS, TwoConvolutions, convolution_rows, window_size
 from octavo.models.bart import BART_NAMES, encoder_decoder_config
 from octavo.models.checkpoint import Drop, Rename, ZerosFor
-from octavo.models.config_files import ConfigReader
+from octavo.models.config_files import ConfigReader, fields_of
 from octavo.models.encoder import EncoderDecoder, EncoderDecoderConfig
 from octavo.speech.log_mel import log_mel
 
@@ -25,13 +24,11 @@ FEATURES = "features"
 
 @dataclass(frozen=True, kw_only=True)
 class WhisperConfig(EncoderDecoderConfig):
-    """With the channels of a frame of sound."""
-
     channels: int
 
 
 class WhisperForConditionalGeneration(EncoderDecoder):
-    """Two convolutions come before the layers of the encoder; keys have no bias."""
+    """Two convolutions before the encoder's layers; keys have no bias."""
 
     config: WhisperConfig
     checkpoint_map = (
@@ -53,24 +50,20 @@ class WhisperForConditionalGeneration(EncoderDecoder):
 
     @classmethod
     def prepare_input(cls, config: ModelConfig, kind: str, payload: bytes) -> np.ndarray:
-        """See ``EncoderDecoder``; of features, or of the sound that they are made of."""
         assert isinstance(config, WhisperConfig)
         if kind == AUDIO:
             return convolution_rows(log_mel(np.frombuffer(payload, "<f4"), config.channels).T)
         if kind != FEATURES:
-            raise InvalidRequestError(f"{config.architecture} hears sound, and reads no {kind}")
+            raise InvalidRequestError(f"{config.architecture} reads sound, not {kind}")
         features = np.frombuffer(payload, "<f4")
         frames = 2 * config.encoder.max_position
         if features.size != frames * config.channels:
-            raise InvalidRequestError(
-                f"features of sound must be {config.channels} x {frames} numbers, not {features.size}"
-            )
+            raise InvalidRequestError(f"features must be {config.channels} x {frames} numbers, not {features.size}")
         return convolution_rows(features.reshape(config.channels, frames).T)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        """The facts of a config.json."""
-        channels, hears = reader.positive("num_mel_bins", 80), reader.positive("max_source_positions", 1500)
+        channels, positions = reader.positive("num_mel_bins", 80), reader.positive("max_source_positions", 1500)
         writes = reader.positive("max_target_positions", 448)
         base = encoder_decoder_config(
             architecture, reader, writes, norm_first=True, final_norm=True, position_rows=writes
@@ -78,12 +71,11 @@ class WhisperForConditionalGeneration(EncoderDecoder):
         assert base.encoder_facts is not None
         facts = replace(
             base.encoder_facts,
-            max_tokens=hears,
+            max_tokens=positions,
             feature_width=TAPS * window_size(channels),
             audio_rate=16000,
-            audio_samples=hears * 320,
-            audio_tokens=hears,
+            audio_samples=positions * 320,
+            audio_tokens=positions,
         )
-        encoder = replace(base.encoder, max_position=hears, position_rows=hears)
-        fields: dict[str, Any] = {name: getattr(base, name) for name in base.__dataclass_fields__}
-        return WhisperConfig(channels=channels, **{**fields, "encoder": encoder, "encoder_facts": facts})
+        encoder = replace(base.encoder, max_position=positions, position_rows=positions)
+        return WhisperConfig(channels=channels, **(fields_of(base) | {"encoder": encoder, "encoder_facts": facts}))

@@ -1,1 +1,1 @@
-"""Processes that an engine starts: children, Ctrl-C, start-up times, and the sandbox. Read ``children.py`` first."""
+"""Processes that an engine starts: children, Ctrl-C, start reports, and the sandbox. Read ``children.py`` first."""

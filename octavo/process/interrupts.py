@@ -1,8 +1,7 @@
-"""Ctrl-C between two changes of an engine, and never in the middle of one.
+"""Holds Ctrl-C back while an engine changes its state.
 
-Python raises ``KeyboardInterrupt`` between any two bytecodes of the main thread. In the middle of a step, half of a
-plan would be applied; of a message to a worker, the rest of its bytes would be taken for the next. No ``except`` can
-tell where it came, so it is held back where something changes, and raised afterwards.
+Python raises ``KeyboardInterrupt`` between any two bytecodes of the main thread: within a step, half of a plan would be
+applied; within a message to a worker, the rest would be read as the next message.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import ClassVar, ParamSpec, TypeVar
 
-#: Seconds within which a second Ctrl-C, while the first is held back, ends the process.
+#: A second Ctrl-C within these seconds of the first ends the process.
 IMPATIENCE = 2.0
 
-#: What ``signal`` wraps in conversions to enumerations, which take ten times as long: a block costs microseconds.
+#: Without the conversions to enumerations of ``signal``, which take ten times as long: a block costs microseconds.
 _signal = importlib.import_module("_signal")
 
 P = ParamSpec("P")
@@ -31,13 +30,11 @@ T = TypeVar("T")
 
 
 class HeldInterrupts:
-    """A block in which Ctrl-C is held back: it is raised by ``deliver`` or at the block's end.
+    """A block that holds Ctrl-C back: ``deliver``, or the end of the block, raises it.
 
-    A second one within ``IMPATIENCE`` seconds, while the first waits, ends the process with code 130, so that nobody
-    has to wait for a long step or a worker that hangs. Of blocks within one another the outermost decides.
-
-    Nothing is held back outside of the main thread, the only one that Python interrupts, nor where the program has a
-    handler of its own: that is called at once, as it may be meant to end the process. If it raises, a step may be torn.
+    A second Ctrl-C within ``IMPATIENCE`` seconds ends the process with code 130. Of nested blocks the outermost counts.
+    Nothing is held back outside the main thread, the only one that Python interrupts, nor if the program has its own
+    handler: that is called at once, as it may be meant to end the process.
     """
 
     __slots__ = ("_first", "_holds", "noticed")
@@ -46,18 +43,17 @@ class HeldInterrupts:
     current: ClassVar[HeldInterrupts | None] = None
 
     def __init__(self) -> None:
-        #: When the interrupt came that is held back.
+        #: Time of the interrupt that is held back.
         self._first: float | None = None
         self._holds = False
-        #: Interrupts that the main thread has noticed.
+        #: Interrupts that reached the main thread.
         self.noticed = 0
 
     def __enter__(self) -> HeldInterrupts:
         in_main_thread = threading.current_thread() is threading.main_thread()
         self._holds = in_main_thread and _signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if self._holds:
-            drop_earlier = _watch_signals()
-            drop_earlier()
+            _watch_signals()()  # drops earlier signals
             _signal.signal(signal.SIGINT, self._keep)
             HeldInterrupts.current = self
         return self
@@ -65,16 +61,12 @@ class HeldInterrupts:
     def _keep(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first is not None and now - self._first < IMPATIENCE:
-            _end_process()
+            os._exit(128 + signal.SIGINT)
         self._first = now
         self.noticed += 1
 
     def deliver(self) -> None:
-        """Raises the interrupt that was held back, if there is one.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C.
-        """
+        """Raises the KeyboardInterrupt that was held back, if there is one."""
         if self._first is not None:
             self._first = None
             raise KeyboardInterrupt
@@ -88,7 +80,7 @@ class HeldInterrupts:
 
 
 def holding_interrupts(function: Callable[P, T]) -> Callable[P, T]:
-    """Makes a function whose calls are blocks of ``HeldInterrupts``."""
+    """Decorator: runs the function in ``HeldInterrupts``."""
 
     @functools.wraps(function)
     def held(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -98,16 +90,9 @@ def holding_interrupts(function: Callable[P, T]) -> Callable[P, T]:
     return held
 
 
-def _end_process() -> None:
-    os._exit(128 + signal.SIGINT)
-
-
 @functools.cache
 def _watch_signals() -> Callable[[], None]:
-    """Has another thread told of signals: Python calls no handler while the main thread is in a kernel for seconds.
-
-    Returns what drops those of which that thread has not heard yet.
-    """
+    """Starts a thread that receives signals even inside a kernel; returns a function that drops unreceived ones."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
@@ -128,11 +113,11 @@ def _watch_signals() -> Callable[[], None]:
 
 
 def _watch(signals: socket.socket, _: socket.socket) -> None:
-    """Ends the process at the second Ctrl-C of a block in which the main thread does not come to call ``_keep``."""
+    """Exits on a second Ctrl-C if the main thread has not reacted to the first."""
     block: HeldInterrupts | None = None
     first, noticed = 0.0, 0
     while select.select([signals], [], []):
-        current = HeldInterrupts.current  # before it is read: a block that begins meanwhile drops it
+        current = HeldInterrupts.current  # before the read: a new block drops earlier signals
         try:
             number = signals.recv(1)[0]
         except BlockingIOError:
@@ -140,14 +125,14 @@ def _watch(signals: socket.socket, _: socket.socket) -> None:
         if number != signal.SIGINT or current is None:
             continue
         if current is block and time.monotonic() - first < IMPATIENCE:
-            time.sleep(0.05)  # in which it would be called
+            time.sleep(0.05)  # gives ``_keep`` time to run
             if current is HeldInterrupts.current and current.noticed == noticed:
-                _end_process()
+                os._exit(128 + signal.SIGINT)
         block, first, noticed = current, time.monotonic(), current.noticed
 
 
 def _after_fork() -> None:
-    """The thread does not exist in the child, and the descriptor is the parent's."""
+    # The child has no such thread, and the descriptor is the parent's.
     if _watch_signals.cache_info().currsize:
         _signal.set_wakeup_fd(-1)
         _watch_signals.cache_clear()

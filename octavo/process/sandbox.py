@@ -1,4 +1,4 @@
-"""The processes of one frontend, in which its clients take turns."""
+"""The sandbox: a pool of limited processes that runs functions on clients' data, with clients in turn."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from octavo.core.errors import ClientLimitError, SandboxError
+import msgspec
+
+from octavo.core.errors import ClientLimitError, ConfigError, InvalidRequestError, SandboxError
 from octavo.process.sandbox_process import Process, SandboxAnswer, SandboxCall
 
 NUM_PROCESSES = 3
-#: Processes that one client may have at a time, so that the first call of another one finds one. Two, so that a slow
-#: call of a client does not yet hold up its others.
+#: Maximum processes of one client: fewer than all, so that another client's first call finds one.
 MOST_OF_CLIENT = NUM_PROCESSES - 1
-#: Processes in which a call is tried that is not to blame for the end of one.
+#: Maximum processes in which a call is tried while it is not to blame for their end.
 MAX_ATTEMPTS = 3
-#: Seconds in which a call that nobody waits for any more may end, before its process is killed: most calls are shorter
-#: than the start of another process.
+#: Seconds that a cancelled call may still run before its process is killed: most calls are faster than a new process.
 _GRACE = 3.0
-#: Seconds after which those that a client has taken are forgotten.
+#: Seconds after which the processor time of clients is forgotten.
 _WINDOW = 60
 
 T = TypeVar("T")
@@ -32,41 +32,33 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A call, and those who wait for it."""
-
     key: Hashable
     call: SandboxCall
     read: Callable[[SandboxAnswer], Any]
     near: Hashable | None
-    #: The client of each.
     waiters: dict[Future[Any], str] = field(default_factory=dict)
-    #: For each client that waits for it.
     is_queued: bool = True
-    #: That it runs in.
     process: Process | None = None
 
 
 class Sandbox:
-    """Calls functions in processes with limits, for clients that take turns; from any thread.
+    """Runs functions in limited processes, started on demand, with clients in turn; thread-safe.
 
-    Processes are started when they are needed. A call that nobody waits for any more is dropped; one that runs has a
-    moment to end.
     Invariant: a call is queued only while its clients have ``MOST_OF_CLIENT`` processes each, or all are busy.
     """
 
     def __init__(self) -> None:
-        #: Seconds of processor time that the calls of one client may take within a minute.
+        #: Limit of processor seconds that one client's calls may take within a minute.
         self.seconds_per_minute = math.inf
         self._lock = threading.RLock()
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="octavo-sandbox")
-        #: The one used last is taken first, so that more are started only where one is busy.
+        #: Used as a stack, so that processes start only while others are busy.
         self._idle = [Process() for _ in range(NUM_PROCESSES)]
-        #: Those that have not ended, by key.
         self._jobs: dict[Hashable, _Job] = {}
-        #: Queued ones of each client, by key, in order of arrival; the client whose turn is next comes first.
+        #: Queued jobs of each client in order of arrival; the client whose turn is next comes first.
         self._queues: OrderedDict[str, dict[Hashable, _Job]] = OrderedDict()
         self._running: Counter[str] = Counter()
-        #: Seconds taken by each client since the window began.
+        #: Processor seconds of each client since the window began.
         self._taken: dict[str, float] = {}
         self._window = 0.0
 
@@ -79,14 +71,11 @@ class Sandbox:
         key: Hashable | None = None,
         near: Hashable | None = None,
     ) -> Future[T]:
-        """Queues a call; the future gives what ``read``, in a thread, makes of its answer. To cancel it drops the call.
+        """Queues a call; the future gives ``read(answer)``, computed in a thread. Cancelling it drops the call.
 
-        ``key``: calls with the same one are the same, and run once for all who wait for it.
-        ``near``: calls with the same one run in the same process where that is idle, which may have kept something.
-
-        Raises (the future too):
-            ClientLimitError: the client has taken its seconds.
-            SandboxError: in the future only; processes that ran the call were ended from outside.
+        ``key``: calls with equal keys run once for all waiters. ``near``: calls with equal values share a process if it
+        is idle, for state that it keeps. Raises ClientLimitError, also in the future, if the client has used up its
+        processor time; SandboxError, in the future only, if the call's processes were killed from outside.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -102,10 +91,9 @@ class Sandbox:
         return future
 
     def _leave(self, job: _Job, future: Future[Any]) -> None:
-        """A future is done; if it was cancelled, it does not wait for its job any more."""
+        """Called when a future is done; a cancelled one leaves its job."""
         with self._lock:
-            client = job.waiters.pop(future, None)
-            if client is None:
+            if (client := job.waiters.pop(future, None)) is None:
                 return
             if client not in job.waiters.values():
                 self._unqueue(job, client)
@@ -118,7 +106,6 @@ class Sandbox:
                 timer.start()
 
     def _kill(self, job: _Job) -> None:
-        """Ends a call that nobody waits for, if it has not ended."""
         with self._lock:
             if job.process is not None:
                 job.process.kill()
@@ -129,15 +116,14 @@ class Sandbox:
         if not queue:
             self._queues.pop(client, None)
 
-    # --- the threads ------------------------------------------------------------------------------------------------
+    # The threads.
 
     def _work(self) -> None:
-        """Runs what is queued, as far as clients may have further processes."""
-        while (begun := self._begin()) is not None:
-            self._run(*begun)
+        """Runs queued jobs as long as their clients may have further processes."""
+        while (job_and_process := self._begin()) is not None:
+            self._run(*job_and_process)
 
     def _begin(self) -> tuple[_Job, str, Process] | None:
-        """The next job, of the client whose turn it is, and a process for it."""
         with self._lock:
             for client in [*self._queues]:
                 if (error := self._limit_error(client)) is not None:
@@ -150,15 +136,11 @@ class Sandbox:
                         self._queues.move_to_end(client)
                     job.is_queued = False
                     self._running[client] += 1
-                    return job, client, self._take(job.near)
+                    idle, near = self._idle, job.near
+                    process = next((p for p in idle if near is not None and near in p.near), idle[-1])
+                    idle.remove(process)
+                    return job, client, process
         return None
-
-    def _take(self, near: Hashable | None) -> Process:
-        """An idle process: one that has run calls about the same, if there is one."""
-        idle = self._idle
-        process = idle[-1] if near is None else next((one for one in idle if near in one.near), idle[-1])
-        idle.remove(process)
-        return process
 
     def _refuse(self, client: str, error: ClientLimitError) -> None:
         for job in [*self._queues[client].values()]:
@@ -195,11 +177,7 @@ class Sandbox:
                 future.set_exception(error)
 
     def _answer(self, job: _Job, process: Process) -> SandboxAnswer:
-        """Calls the function, once more in a fresh process where the call may not be to blame for the end of one.
-
-        A process may be killed by a person or the kernel, and what an earlier call has broken may end it during this
-        one: only what also ends a process of its own counts as the call's doing.
-        """
+        """Runs the call, and again in a fresh process if the end of the first may not be its fault."""
         answer, seconds = SandboxAnswer(), 0.0
         for _ in range(MAX_ATTEMPTS):
             if not job.waiters:
@@ -209,13 +187,14 @@ class Sandbox:
             except OSError as e:
                 raise SandboxError(f"no process can be started that works on this request: {e.strerror}") from e
             with self._lock:
-                job.process = process if job.waiters else None  # from here on ``_leave`` can kill it
+                job.process = process if job.waiters else None  # from now on ``_leave`` can kill it
             if job.process is None:
                 break
             if job.near is not None and job.near not in process.near:
                 process.near.append(job.near)
             answer = process.call(job.call)
             seconds += answer.seconds
+            # Somebody may have killed the process, or an earlier call damaged it.
             is_blamed = answer.failure != "killed" and (answer.failure == "time" or process.num_calls == 1)
             if process.is_running or is_blamed:
                 break
@@ -235,3 +214,33 @@ class Sandbox:
             "(sandbox_seconds_per_client); try again later",
             math.ceil(self._window + _WINDOW - now),
         )
+
+
+# Decoders of files, which report errors as messages.
+
+
+def encode_result(decode: Callable[[], object]) -> bytes:
+    """In the sandbox: a result, or its error message and whether the server is to blame; for ``read_result``."""
+    try:
+        return msgspec.msgpack.encode((decode(), "", False))
+    except (InvalidRequestError, ConfigError) as e:
+        return msgspec.msgpack.encode((None, str(e), isinstance(e, ConfigError)))
+
+
+def read_result(
+    answer: SandboxAnswer, kind: type[T], error: type[InvalidRequestError], name: str, seconds: float, advice: str
+) -> T:
+    """The result of ``encode_result``; raises ``error``, about the file ``name``, or ConfigError."""
+    if answer.failure:
+        reason = {
+            "time": f"takes more than {seconds:g} seconds to be decoded",
+            "memory": "needs too much memory to be decoded",
+            "depth": "cannot be decoded: its decoder failed",
+        }.get(answer.failure, f"cannot be decoded: {answer.details}")
+        raise error(f"{name} {reason}; {advice}")
+    result_type: Any = tuple[kind | None, str, bool]  # type: ignore[valid-type]
+    result, message, is_config = msgspec.msgpack.decode(answer.content, type=result_type)
+    if message:
+        raise ConfigError(message) if is_config else error(message)
+    decoded: T = result
+    return decoded

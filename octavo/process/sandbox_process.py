@@ -1,7 +1,7 @@
-"""A process with limits: what a client sends may crash, fill the memory or never end here.
+"""One process of the sandbox, with limits: a client's data may make it crash, fill its memory or hang.
 
-``Process`` starts it as ``python -m octavo.process.sandbox_process``. It reads calls from its standard input and writes
-answers to its standard output, each with its length before it, and ends with its input.
+``Process`` starts ``python -m octavo.process.sandbox_process``, which reads calls from standard input and writes
+answers to standard output, each with its length before it, until its input ends.
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ from typing import IO, Literal
 
 import msgspec
 
-#: The engine's steps go first.
 NICENESS = 10
-#: Memory that a process may take for calls, in bytes.
+#: Maximum bytes of memory for calls.
 MAX_MEMORY = 1 << 30
-#: Of a busy machine: so many times the seconds of processor time may pass.
+#: Maximum wall-clock time of a call, as a multiple of its processor time.
 _PATIENCE = 4
-#: Less than threads of workers have, in which the same grammar is compiled again.
+#: Smaller than the stacks of workers' threads, which compile the same grammars again.
 STACK_BYTES = 1 << 20
 _LENGTH_BYTES = 4
-#: Subjects of calls that are remembered of a process.
+#: Maximum ``near`` values remembered of a process.
 _MOST_NEAR = 16
 
 
 class SandboxCall(msgspec.Struct):
-    """A function to call."""
+    """A function call."""
 
-    #: ``module:name`` of a function that takes ``content`` (and ``data``) and returns bytes.
+    #: ``module:name`` of a function of ``content`` (and ``data``) that returns bytes.
     function: str
     content: bytes
-    #: Seconds of processor time after which the process is killed.
     seconds: float
-    #: A file, say: a second argument of the function, if it is given. It is written as it is, without a copy.
+    #: Second argument, such as a file; sent without a copy.
     data: bytes | None = None
 
 
@@ -50,39 +48,34 @@ Failure = Literal["", "time", "memory", "depth", "error", "killed"]
 
 
 class SandboxAnswer(msgspec.Struct):
-    """What the function returned, or why it did not."""
+    """The function's result, or the reason of its failure."""
 
     content: bytes = b""
-    #: It took too long, needed too much memory or too deep a stack, or raised an exception. "killed": its process was
-    #: ended by something else, for which the call is not to blame.
+    #: A limit that was exceeded ("depth": of the stack), an exception ("error"), or an outside signal ("killed").
     failure: Failure = ""
-    #: The exception.
     details: str = ""
-    #: Seconds of processor time that it took; of a process that has ended, at most.
+    #: Processor seconds; an upper bound if the process has ended.
     seconds: float = 0.0
 
 
 class Process:
-    """One process, started with the first call, and anew after one that it did not survive."""
+    """A process, started by the first call, and again after a call that it did not survive."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
-        #: Calls that the running process has begun.
         self.num_calls = 0
-        #: What its latest calls were about (``near`` of ``Sandbox.submit``).
+        #: ``near`` values of its latest calls (``Sandbox.submit``).
         self.near: deque[Hashable] = deque(maxlen=_MOST_NEAR)
-        #: Ends the last process that was started.
+        #: Ends the last started process.
         self._stop: Callable[[], object] = lambda: None
         self._decode = msgspec.msgpack.Decoder(SandboxAnswer).decode
 
     @property
     def is_running(self) -> bool:
-        """Whether it has been started and has not ended."""
         return self._process is not None and not self._killed and self._process.poll() is None
 
     def start(self) -> None:
-        """Starts it if it is not running."""
         if not self.is_running:
             self._stop()
             self._killed, self._process = False, _start()
@@ -91,48 +84,40 @@ class Process:
             self._stop = weakref.finalize(self, _end, self._process)
 
     def call(self, call: SandboxCall) -> SandboxAnswer:
-        """Calls a function in the process, which is running; takes at most a few times the seconds of the call."""
+        """Calls a function; takes at most ``_PATIENCE`` times the seconds of the call."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         before = _processor_seconds(process.pid)
         self.num_calls += 1
         try:
-            _write(process.stdin, msgspec.msgpack.encode(_Header(call.function, call.seconds, call.data is not None)))
+            _write(process.stdin, msgspec.msgpack.encode((call.function, call.seconds, call.data is not None)))
             _write(process.stdin, call.content)
             if call.data is not None:
                 _write(process.stdin, call.data)
             return self._decode(_read(process.stdout))
         except (EOFError, OSError):
-            # Its times can be read until ``_end`` has waited for it.
+            # The times of a process can be read until ``_end`` reaps it.
             seconds = max(0.0, _processor_seconds(process.pid) - before)
             _end(process)
-            return SandboxAnswer(failure=_failure(process.returncode), seconds=min(seconds, call.seconds))
+            # SIGKILL counts as an outside signal even from the OOM killer: a call has less than the machine's memory.
+            failure: Failure = _OWN_FAILURES.get(process.returncode, "killed")
+            return SandboxAnswer(failure=failure, seconds=min(seconds, call.seconds))
 
     def kill(self) -> None:
-        """Ends the process and its call; from any thread."""
+        """Thread-safe."""
         assert self._process is not None
         self._killed = True
         self._process.kill()
 
 
-#: Signals with which a call ends its process: its timers, a stack or a pointer that leaves the memory, and ``abort`` of
-#: libraries that get no memory.
-_OWN_SIGNALS: dict[int, Failure] = {
-    signal.SIGPROF: "time", signal.SIGALRM: "time",
-    signal.SIGSEGV: "depth", signal.SIGBUS: "depth", signal.SIGFPE: "depth",
-    signal.SIGABRT: "memory", signal.SIGILL: "memory", signal.SIGTRAP: "memory",
-}  # fmt: skip
-#: Exit code of a process that could not take a call in for want of memory.
+#: Exit code if a call did not fit the memory.
 _NO_MEMORY = 77
-
-
-def _failure(code: int) -> Failure:
-    """Why a process has ended during a call.
-
-    SIGKILL counts as nobody's fault also where the kernel sends it for want of memory: the limit of a call ends it
-    otherwise, and the machine has less than that.
-    """
-    return "memory" if code == _NO_MEMORY else _OWN_SIGNALS.get(-code, "killed")
+#: A call's own failures by exit code: timers, stack overflow or a bad pointer, ``abort`` of libraries without memory.
+_OWN_FAILURES: dict[int, Failure] = {
+    -signal.SIGPROF: "time", -signal.SIGALRM: "time",
+    -signal.SIGSEGV: "depth", -signal.SIGBUS: "depth", -signal.SIGFPE: "depth",
+    -signal.SIGABRT: "memory", -signal.SIGILL: "memory", -signal.SIGTRAP: "memory", _NO_MEMORY: "memory",
+}  # fmt: skip
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -143,7 +128,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def _processor_seconds(pid: int) -> float:
-    """Of a process since it was started; 0 if it has been reaped."""
+    """Processor time of a process so far; 0 if it has been reaped."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -153,7 +138,7 @@ def _processor_seconds(pid: int) -> float:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process, if it has not ended, without losing its exit code."""
+    """Ends a process and reaps it; one that is ending keeps its own exit code."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with contextlib.suppress(OSError):
@@ -164,14 +149,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-class _Header(msgspec.Struct, array_like=True):
-    """What comes before the content of a call."""
-
-    function: str
-    seconds: float
-    has_data: bool
-
-
 def _write(stream: IO[bytes], content: bytes) -> None:
     stream.write(len(content).to_bytes(_LENGTH_BYTES, "little"))
     stream.write(content)
@@ -179,7 +156,6 @@ def _write(stream: IO[bytes], content: bytes) -> None:
 
 
 def _read(stream: IO[bytes]) -> bytes:
-    """The next message; raises EOFError if there is none, or not all of it."""
     prefix = stream.read(_LENGTH_BYTES)
     length = int.from_bytes(prefix, "little")
     content = stream.read(length)
@@ -188,33 +164,30 @@ def _read(stream: IO[bytes]) -> bytes:
     return content
 
 
-# --- within the process ----------------------------------------------------------------------------------------------
+# Within the process.
 
 
 def main() -> None:
-    """Answers calls until the input ends."""
-    # A supervisor's signal reaches every process of a service: a call that it ended would count as too much memory.
+    # A supervisor signals all processes of a service; a call that SIGTERM ended would count as out of memory.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)
     _limit_memory()
     while True:
         try:
-            call = _read_call(sys.stdin.buffer)
+            stream = sys.stdin.buffer
+            function, seconds, has_data = msgspec.msgpack.decode(_read(stream), type=tuple[str, float, bool])
+            content, data = _read(stream), _read(stream) if has_data else None
+            call = SandboxCall(function, content, seconds, data)
         except EOFError:
             return
-        except MemoryError:  # a part of it may still be in the pipe
+        except MemoryError:  # the pipe may still hold the rest of it
             os._exit(_NO_MEMORY)
         try:
             answer = msgspec.msgpack.encode(_answer(call))
         except MemoryError:
             answer = msgspec.msgpack.encode(SandboxAnswer(failure="memory"))
-        del call
+        del call, content, data
         _write(sys.stdout.buffer, answer)
-
-
-def _read_call(stream: IO[bytes]) -> SandboxCall:
-    header = msgspec.msgpack.decode(_read(stream), type=_Header)
-    return SandboxCall(header.function, _read(stream), header.seconds, _read(stream) if header.has_data else None)
 
 
 def _answer(call: SandboxCall) -> SandboxAnswer:

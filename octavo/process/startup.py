@@ -1,4 +1,4 @@
-"""What an engine and its workers got at their start, and the lines that say so."""
+"""What a started engine reports: model, memory and kernels in log lines, and where the time went."""
 
 from __future__ import annotations
 
@@ -17,59 +17,52 @@ import msgspec
 from octavo.config.kv_spec import GroupBlocks
 
 GIB = 1 << 30
-#: Begins the lines of the log that say how far the weights are read, which a server that starts shows to anybody.
+#: Prefix of the log lines about loading progress; a starting server shows them to anybody.
 LOADING = "loading weights"
 
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """One worker. Memory in bytes."""
+    """A started worker. Memory in bytes."""
 
-    #: The kernels with their instruction set and threads, or with their GPU.
+    #: With the instruction set and threads, or the GPU.
     kernels: str
-    #: Format of its matrices, as in ``LayerContext.quantization``; None: in the engine's dtype.
+    #: As in ``LayerContext.quantization``; None: not quantised.
     quantization: str | None
     weight_bytes: int
-    #: The KV cache on the device, and the host blocks of preempted requests.
+    #: KV cache on the device, and host blocks for preempted requests.
     cache_bytes: int
     host_cache_bytes: int
-    #: Seconds of each part of the start.
     seconds: dict[str, float] = field(default_factory=dict)
-    #: What it keeps of what requests need, as adapters: a line for a kind that has something to say.
+    #: Log lines about resources such as adapters.
     preparations: list[str] = field(default_factory=list)
-    #: What drafts with a network of its own, and its share of the memory; empty if nothing does.
+    #: The draft model and its memory; empty: none.
     drafter: str = ""
 
 
 @dataclass(frozen=True)
 class StartupFacts:
-    """An engine that is ready."""
-
     model: str
     architecture: str
-    #: Weights of the whole network, tied ones once.
+    #: Number of weights; tied ones count once.
     parameters: int
     dtype: str
-    #: How the checkpoint is quantised; None: it is not.
+    #: None: not quantised.
     checkpoint_quantization: str | None
     kv_cache_dtype: str
-    #: The KV cache: a group for each kind of layers.
+    #: One for each kind of KV cache.
     groups: list[GroupBlocks]
     block_size: int
-    #: Longest sequence in tokens.
     max_model_len: int
-    #: Most requests of ``max_model_len`` tokens that can run at once.
+    #: Maximum concurrent requests of ``max_model_len`` tokens.
     full_length_requests: int
-    #: Most sequences that run at once, and most tokens of a step.
     max_num_seqs: int
     token_budget: int
-    #: From the first worker on until all is ready; without finding the model and its tokenizer.
+    #: From the first worker until all are ready, without the search for model and tokenizer.
     seconds: float
-    #: By rank.
     workers: list[WorkerFacts]
 
     def lines(self) -> list[str]:
-        """A line each for the model, the kernels of each worker, the KV cache, and the seconds."""
         weights, cache, host = (
             sum(sizes) / GIB
             for sizes in zip(
@@ -82,16 +75,13 @@ class StartupFacts:
         quantized = f", quantised to {quantization}" if quantization else ""
         if stored not in (None, quantization):
             quantized += f", dequantised from {stored}"
-        several = len(self.workers) > 1
-        kernels = [
-            f"kernels{f' of rank {rank}' if several else ''}: {w.kernels}" for rank, w in enumerate(self.workers)
-        ]
+        ranks = [f" of rank {rank}" for rank in range(len(self.workers))] if len(self.workers) > 1 else [""]
         # The slowest worker decides.
         parts = {part: max(worker.seconds[part] for worker in self.workers) for part in self.workers[0].seconds}
         return [
             f"model: {self.model} ({self.architecture}), {_count(self.parameters)} parameters in "
             f"{self.dtype}{quantized}, {weights:.2f} GiB",
-            *kernels,
+            *(f"kernels{rank}: {w.kernels}" for rank, w in zip(ranks, self.workers, strict=True)),
             f"KV cache: {self._cache(cache)}, at most "
             f"{self.full_length_requests} requests of {self.max_model_len} tokens at once; "
             f"{sum(group.num_host_blocks for group in self.groups)} host blocks ({host:.2f} GiB)"
@@ -104,7 +94,7 @@ class StartupFacts:
         ]
 
     def _cache(self, gib: float) -> str:
-        """The blocks of each kind of layers; with a window it is not their tokens that count."""
+        """Blocks by kind of layers; for windows, tokens would mislead."""
         size, memory = self.block_size, f"{gib:.2f} GiB in {self.kv_cache_dtype}"
         if len(self.groups) == 1 and self.groups[0].window is None:
             (group,) = self.groups
@@ -126,16 +116,16 @@ def _count(number: float) -> str:
     return f"{number:.4g} B"
 
 
-# Where the time of a start goes, by process: its phases and, if asked for, what each package's imports took.
+# Profile of a start: phases of each process and, on demand, the time of imports.
 
 #: "1" in the environment of a process that measures its imports.
 VARIABLE = "_OCTAVO_PROFILE_IMPORTS"
-#: Seconds of a package's imports below which it is counted with the others.
+#: Packages below these seconds are summed as others.
 _LEAST = 0.004
 
 
 class Phase(msgspec.Struct, array_like=True):
-    """A part of a start; phases of several threads overlap."""
+    """A part of a start; phases of different threads overlap."""
 
     name: str
     begin: float
@@ -147,14 +137,13 @@ class ProcessProfile(msgspec.Struct, array_like=True):
 
     name: str
     begin: float
-    #: Processor time of all its threads so far, in seconds.
+    #: Processor seconds of all threads.
     cpu_seconds: float
     phases: list[Phase]
-    #: Seconds that a package's modules took, without what they import; of several threads together.
+    #: Seconds by package, without nested imports; threads are summed.
     imports: dict[str, float]
 
     def lines(self, origin: float) -> Iterator[str]:
-        """A line for each phase, with its begin after ``origin`` and its length."""
         yield f"{self.name}: begun at {self.begin - origin:.3f} s, {self.cpu_seconds:.3f} s of processor time"
         for phase in self.phases:
             yield f"  {phase.begin - origin:7.3f} {phase.end - phase.begin:+7.3f}  {phase.name}"
@@ -171,7 +160,6 @@ _imports: defaultdict[str, float] = defaultdict(float)
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """What runs within is a phase of this process's start."""
     begin = time.monotonic()
     try:
         yield
@@ -180,20 +168,17 @@ def phase(name: str) -> Iterator[None]:
 
 
 def profile(name: str) -> ProcessProfile:
-    """The start of this process so far."""
-    begin = process_begin()
     phases = sorted(_phases, key=lambda phase: phase.begin)
-    return ProcessProfile(name, begin, time.process_time(), phases, dict(_imports))
+    return ProcessProfile(name, process_begin(), time.process_time(), phases, dict(_imports))
 
 
 def table(profiles: Sequence[ProcessProfile]) -> list[str]:
-    """The lines of all processes; times count from the begin of the first one."""
-    origin = profiles[0].begin
-    return [line for each in profiles for line in each.lines(origin)]
+    """The lines of all processes; time 0 is the start of the first one."""
+    return [line for each in profiles for line in each.lines(profiles[0].begin)]
 
 
 def process_begin() -> float:
-    """When this process was started, within 10 ms; without /proc, when its interpreter was."""
+    """The time at which this process was started, within 10 ms; without /proc, when its interpreter was."""
     try:
         with open("/proc/self/stat", "rb") as file:
             ticks = int(file.read().rpartition(b")")[2].split()[19])
@@ -203,16 +188,10 @@ def process_begin() -> float:
     return time.monotonic() - age
 
 
-def _package(module: str) -> str:
-    """The package that a module is counted with: of this project, its room."""
-    parts = module.split(".")
-    return ".".join(parts[: 2 if parts[0] == "octavo" else 1])
-
-
 def measure_imports() -> None:
-    """From now on the seconds of each package's imports are counted, in this process and in those that it starts."""
+    """Counts the seconds of each package's imports, here and in child processes."""
     os.environ[VARIABLE] = "1"
-    bootstrap: Any = sys.modules["_frozen_importlib"]  # what ``python -X importtime`` measures
+    bootstrap: Any = sys.modules["_frozen_importlib"]  # as ``python -X importtime`` does
     find_and_load, local = bootstrap._find_and_load, threading.local()
 
     def timed(name: str, import_: Any) -> Any:
@@ -222,7 +201,8 @@ def measure_imports() -> None:
             return find_and_load(name, import_)
         finally:
             taken = time.perf_counter() - begin
-            _imports[_package(name)] += taken - local.inner
+            parts = name.split(".")  # of this project, each room is a package
+            _imports[".".join(parts[: 2 if parts[0] == "octavo" else 1])] += taken - local.inner
             local.inner = inner + taken
 
     bootstrap._find_and_load = timed

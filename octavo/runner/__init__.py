@@ -1,1 +1,1 @@
-"""One worker: weights, KV tensors, the batch of rows, forward, sampling."""
+"""One worker's device: weights, KV cache, rows of running sequences, steps. Read ``model_runner.py`` first."""

@@ -1,4 +1,4 @@
-"""The KV cache of one worker, on the device and on the host, and the moves of blocks within and between the two."""
+"""``CacheEngine``: the KV cache of one worker, on device and host, and the moves of its blocks (as vLLM's)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,12 @@ from octavo.core.plan import StepPlan
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.runner.input_batch import InputBatch
 
-#: Makes the caches of all layers with so many blocks of each KV group.
-MakeCache = Callable[[Sequence[int]], list[LayerCache]]
-#: (source, target).
 Pairs = list[tuple[int, int]]
 
-#: Tells, once the step is done, the seconds that it waited for its swaps.
+#: Once the step is done, the seconds that it waited for its swaps.
 SwapSeconds = Callable[[], float]
 
-#: What ``measure_swap`` moves at once: about these bytes, so that it does not measure the processor's own caches, and
-#: no more than these blocks.
+#: ``measure_swap`` moves about 4 MiB at once, more than the processor's caches hold, and 64 blocks at most.
 _SAMPLE_BYTES = 4 << 20
 _SAMPLE_BLOCKS = 64
 _SAMPLE_ROUNDS = 3
@@ -36,55 +32,36 @@ _SAMPLE_ROUNDS = 3
 class CacheEngine:
     """Owns the device blocks and the host blocks of all layers.
 
-    A block number means the same block in every layer of a KV group; plans number the blocks of all groups, one group
-    after the other, on the device and on the host. Host blocks have the layout of device blocks, so a swap is a copy of
-    bytes.
+    A block number means the same block in every layer of a KV group; plans number the blocks of all groups one after
+    the other, on device and host. Host blocks have the layout of device blocks, so a swap copies bytes.
     """
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        make: MakeCache,
-        make_host: MakeCache,
-        block_bytes: Sequence[int],
-        num_blocks: Sequence[int],
-        num_host_blocks: Sequence[int],
-    ) -> None:
-        """Allocates both.
-
-        Args:
-            kernels: what moves blocks.
-            make: allocates the caches of all layers on the device.
-            make_host: as ``make``, in host memory.
-            block_bytes: bytes of a block of each group, in all of its layers.
-            num_blocks: blocks of each group on the device.
-            num_host_blocks: blocks of each group on the host; 0: nothing can be swapped.
-        """
-        self._kernels = kernels
-        self._make = make
-        self._make_host = make_host
-        self._block_bytes = block_bytes
+    def __init__(self, layers: KVLayers, num_blocks: Sequence[int], num_host_blocks: Sequence[int]) -> None:
+        """Allocates all blocks; their numbers are by group."""
+        self._layers, self._kernels = layers, layers.kernels
+        self._block_bytes = [size for size, _ in layers.group_bytes()]
         self._blocks, self._host_blocks = num_blocks, num_host_blocks
-        self._first = _first_blocks(num_blocks)
-        self._first_on_host = _first_blocks(num_host_blocks)
+        #: The number that plans give each group's first block.
+        self._first = [0, *itertools.accumulate(num_blocks)][:-1]
+        self._first_on_host = [0, *itertools.accumulate(num_host_blocks)][:-1]
         self._num_host_blocks = sum(num_host_blocks)
         self._swaps: list[tuple[int, float]] = []
         self.allocate()
 
     def allocate(self) -> None:
-        """Takes the memory of all blocks, which are zero."""
-        #: KV cache of each layer.
-        self.device = self._make(self._blocks)
-        # Memory that nothing was swapped to is never touched, so it is not taken from the system.
-        self._host = self._make_host(self._host_blocks)
+        """Allocates all blocks, filled with zeros."""
+        #: By layer.
+        self.device = self._layers.make(self._blocks)
+        # The system gives memory to a host block when the first swap writes it.
+        self._host = self._layers.make_host(self._host_blocks)
 
     def release(self) -> None:
-        """Gives the memory of all blocks back, with what is in them, until ``allocate``."""
+        """Frees all blocks, and loses their content, until ``allocate``."""
         self.finish_swaps()
         self.device, self._host = [], []
 
     def move(self, plan: StepPlan) -> SwapSeconds | None:
-        """Does the plan's moves: out, in, copies, each in one call for all layers. None if it waits for no swap."""
+        """Moves blocks: out, in, copies, each in one call for all layers. None if the step waits for no swap."""
         seconds: SwapSeconds | None = None
         if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
             seconds = self._swap(plan)
@@ -94,7 +71,6 @@ class CacheEngine:
         return seconds
 
     def _by_group(self, pairs: Pairs, first_source: list[int], first_target: list[int]) -> Iterable[tuple[int, Pairs]]:
-        """The moves of each group, in the group's own numbers."""
         if len(first_source) == 1:
             return [(0, pairs)]
         groups: dict[int, Pairs] = {}
@@ -107,10 +83,10 @@ class CacheEngine:
         return caches if len(self._first) == 1 else [cache for cache in caches if cache.group == group]
 
     def computes_over(self, tables: NDArray[np.int32]) -> None:
-        """The step whose blocks were moved last is about to be computed over these block tables: [G, S, B]."""
+        """Called before the step whose blocks were moved last, with its block tables [G, S, B]."""
 
     def take_swaps(self) -> list[tuple[int, float]]:
-        """Bytes and seconds of each swap that has ended since the last call."""
+        """Returns bytes and seconds of each swap that has ended since the last call."""
         swaps, self._swaps = self._swaps, []
         return [swap for swap in swaps if swap[0]]  # a pipeline stage may have no layer of the groups that moved
 
@@ -122,31 +98,28 @@ class CacheEngine:
         return lambda: seconds
 
     def _queue_swaps(self, plan: StepPlan) -> int:
-        """Moves out, then in: how many bytes."""
         num_bytes = 0
-        for group, pairs in self._by_group(plan.blocks_to_swap_out, self._first, self._first_on_host):
-            self._kernels.swap_blocks(self._of_group(self.device, group), self._of_group(self._host, group), pairs)
-            num_bytes += len(pairs) * self._block_bytes[group]
-        for group, pairs in self._by_group(plan.blocks_to_swap_in, self._first_on_host, self._first):
-            self._kernels.swap_blocks(self._of_group(self._host, group), self._of_group(self.device, group), pairs)
-            num_bytes += len(pairs) * self._block_bytes[group]
+        out = plan.blocks_to_swap_out, self.device, self._host, self._first, self._first_on_host
+        back = plan.blocks_to_swap_in, self._host, self.device, self._first_on_host, self._first
+        for moves, sources, targets, first_source, first_target in (out, back):
+            for group, pairs in self._by_group(moves, first_source, first_target):
+                self._kernels.swap_blocks(self._of_group(sources, group), self._of_group(targets, group), pairs)
+                num_bytes += len(pairs) * self._block_bytes[group]
         return num_bytes
 
-    def finish_swaps(self) -> None:
-        """Returns when every swap that was queued is done."""
+    def finish_swaps(self) -> None: ...
 
     def measure_swap(self) -> float:
-        """Seconds to move one block one way, the median of a few; 0.0 without host blocks.
+        """Seconds to move one block one way, the median of a few moves; 0.0 without host blocks.
 
-        Blocks of the worker's own are left alone: what is in them stays, and host memory is not taken before it is
-        needed. Blocks made for the measurement are moved instead, and dropped.
+        Moves blocks made for the measurement, so the cache keeps its content and host memory is not touched early.
         """
         if not self._num_host_blocks:
             return 0.0
         count = max(1, min(_SAMPLE_BLOCKS, _SAMPLE_BYTES // sum(self._block_bytes)))
         pairs = [(i, i) for i in range(count)]
         counts = [count] * len(self._first)
-        device, host = self._make(counts), self._make_host(counts)
+        device, host = self._layers.make(counts), self._layers.make_host(counts)
         self.finish_swaps()
 
         def seconds(sources: list[LayerCache], targets: list[LayerCache]) -> float:
@@ -157,21 +130,13 @@ class CacheEngine:
             return (time.perf_counter() - start) / count
 
         taken = [seconds(*way) for _ in range(1 + _SAMPLE_ROUNDS) for way in ((device, host), (host, device))]
-        # The first round touches the memory for the first time, which is slow and happens once.
+        # The first round touches the memory for the first time, which is slow.
         return statistics.median(taken[2:])
-
-
-def _first_blocks(counts: Sequence[int]) -> list[int]:
-    """The number of each group's first block."""
-    return [0, *itertools.accumulate(counts)][:-1]
-
-
-# The KV caches of a worker's layers: those of the network and, in the same blocks, those of a drafter.
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Keys and values of the layers of an encoder: of the tokens of one step, and of one layer at a time."""
+    """The cache that the layers of an encoder share: keys and values of one step's tokens, of one layer at a time."""
 
     spec: KVSpec
     blocks: int
@@ -179,12 +144,10 @@ class Workspace:
 
 
 class KVLayers:
-    """Makes the caches of all layers. Owns which layers share block tables.
+    """Makes the caches of all layers. Knows the KV groups: the layers that share block tables.
 
-    The layers of an encoder are in no group: they have one cache together, which is no memory of what was computed.
-
-    A drafter's layers are in no groups of their own: they have caches of their shape, with as many blocks as the group
-    of the network whose block tables they read. So a block of that group is larger by theirs.
+    The layers of an encoder are in no group; they share a ``Workspace``. A drafter's layers join the groups of the
+    network: each has a cache of its own shape, with a block for each block of the group whose block tables it reads.
     """
 
     def __init__(
@@ -195,14 +158,11 @@ class KVLayers:
         drafter: Sequence[KVSpec] = (),
         workspace: Workspace | None = None,
     ) -> None:
-        """``groups``: of the network's layers on this rank; ``drafter``: of each of the drafter's layers.
+        """``groups``: of the network's layers on this rank; ``drafter``: of each layer of the drafter.
 
-        ``workspace``: of an encoder, which has no groups, or has those of the decoder behind it.
-
-        Raises:
-            ConfigError: as ``find_groups``.
+        ``workspace``: of an encoder, which has no groups, or the groups of its decoder.
         """
-        self._kernels, self.groups, self._block_size = kernels, list(groups), block_size
+        self.kernels, self.groups, self._block_size = kernels, list(groups), block_size
         self._drafter = find_groups(drafter, [group.spec.window for group in groups])
         self._workspace = workspace
         self._num_layers = sum(len(group.layers) for group in groups)
@@ -210,18 +170,14 @@ class KVLayers:
             self._num_layers = workspace.num_layers
 
     def group_bytes(self) -> list[tuple[int, int | None]]:
-        """For each group: bytes of a block in all its layers, with those of the drafter; and its window."""
-        return [
-            (self._size(group) + drafts, group.spec.window)
-            for group, drafts in zip(self.groups, self._drafter_bytes(), strict=True)
-        ]
+        """For each group: bytes of a block in all its layers, the drafter's too; and its window."""
+        sizes = zip(self.groups, self._drafter_bytes(), strict=True)
+        return [(self._size(group) + drafts, group.spec.window) for group, drafts in sizes]
 
     def block_bytes(self) -> int:
-        """Bytes of a block in all layers of this rank."""
         return sum(size for size, _ in self.group_bytes())
 
     def drafter_share(self) -> float:
-        """What the drafter's layers have of ``block_bytes``."""
         return sum(self._drafter_bytes()) / self.block_bytes()
 
     def _drafter_bytes(self) -> list[int]:
@@ -231,58 +187,52 @@ class KVLayers:
         return sizes
 
     def _size(self, group: LayerGroup) -> int:
-        return len(group.layers) * self._kernels.block_bytes(group.spec, self._block_size)
+        return len(group.layers) * self.kernels.block_bytes(group.spec, self._block_size)
 
     def make(self, blocks: Sequence[int]) -> list[LayerCache]:
-        """Caches of so many blocks of each group on the device: the network's layers, then the drafter's."""
+        """Caches on the device, with this number of blocks of each group: the network's layers, then the drafter's."""
         if self.groups or self._workspace is None:
-            return self._make(self._kernels.make_cache, blocks)
+            return self._make(self.kernels.make_cache, blocks)
         return [self.make_workspace()] * self._num_layers
 
     def make_workspace(self) -> LayerCache:
-        """The cache that the layers of the encoder share, of a group of its own behind the others."""
+        """The cache that the layers of the encoder share, in a group of its own behind the others."""
         assert self._workspace is not None
         shared = LayerGroup(self._workspace.spec, (0,))
-        cache = self._kernels.make_cache([shared], [self._workspace.blocks], self._block_size)[0]
+        cache = self.kernels.make_cache([shared], [self._workspace.blocks], self._block_size)[0]
         cache.group = len(self.groups)
         return cache
 
     def workspace_bytes(self) -> int:
-        """Bytes of ``make_workspace``; 0 without one."""
         if self._workspace is None:
             return 0
-        return self._workspace.blocks * self._kernels.block_bytes(self._workspace.spec, self._block_size)
+        return self._workspace.blocks * self.kernels.block_bytes(self._workspace.spec, self._block_size)
 
     def make_host(self, blocks: Sequence[int]) -> list[LayerCache]:
-        """As ``make``, in host memory."""
-        return self._make(self._kernels.make_host_cache, blocks)
+        return self._make(self.kernels.make_host_cache, blocks)
 
     def _make(
         self, make: Callable[[Sequence[LayerGroup], Sequence[int], int], list[LayerCache]], blocks: Sequence[int]
     ) -> list[LayerCache]:
         caches = make(self.groups, blocks, self._block_size)
-        own = [group for group, _ in self._drafter]
-        drafts = make(own, [blocks[index] for _, index in self._drafter], self._block_size)
+        groups, counts = [group for group, _ in self._drafter], [blocks[index] for _, index in self._drafter]
+        drafts = make(groups, counts, self._block_size)
         for group, index in self._drafter:
             for layer in group.layers:
                 drafts[layer].group = index
         return caches + drafts
 
     def split(self, caches: list[LayerCache]) -> tuple[list[LayerCache], list[LayerCache]]:
-        """Those of the network, and those of the drafter."""
         return caches[: self._num_layers], caches[self._num_layers :]
 
 
 def find_groups(specs: Sequence[KVSpec], windows: Sequence[int | None]) -> list[tuple[LayerGroup, int]]:
-    """The groups of a drafter's layers, and the KV group of the network in whose blocks each is.
+    """Groups a drafter's layers: each group, and the index of the network's KV group whose blocks it uses.
 
-    ``windows``: of the network's KV groups. Blocks behind a group's window belong to others, so it is the narrowest
-    that keeps what the layers attend to.
-
-    Raises:
-        ConfigError: no group keeps enough.
+    ``windows``: of the network's KV groups. Blocks behind a window go to other sequences, so each group gets the
+    narrowest window that keeps all tokens that its layers attend to.
     """
-    found = []
+    groups = []
     for group in group_layers(specs):
         window = group.spec.window
         wide = [i for i, kept in enumerate(windows) if kept is None or (window is not None and window <= kept)]
@@ -292,31 +242,26 @@ def find_groups(specs: Sequence[KVSpec], windows: Sequence[int | None]) -> list[
                 f"speculative_config: the drafter attends to {'all tokens' if window is None else f'{window} tokens'}, "
                 f"but the model's KV cache keeps the last {longest} only; take method 'ngram' or 'suffix'"
             )
-        found.append((group, min(wide, key=lambda i: windows[i] or float("inf"))))
-    return found
-
-
-# Which blocks of the KV cache hold the entries of a drafter, too: those that it has computed for any sequence.
+        groups.append((group, min(wide, key=lambda i: windows[i] or float("inf"))))
+    return groups
 
 
 class DraftedBlocks:
-    """Owns a flag for each block of one KV group without a window: whether all of its tokens are computed."""
+    """Flags the blocks of one KV group without a window whose tokens a drafter has all computed, for any sequence."""
 
     def __init__(self, batch: InputBatch, group: int) -> None:
-        """``group``: whose blocks the drafter's layers have."""
         self._batch, self._group, self._size = batch, group, batch.block_size
         self._first = batch.first_block[group]
-        #: By the numbers that plans have, as are those on the host.
+        #: By the block numbers of plans, like the numbers on the host.
         self._filled = np.zeros(batch.first_block[-1], dtype=bool)
         self._on_host: set[int] = set()
 
     def clear(self) -> None:
-        """The content of all blocks is lost."""
         self._filled[:] = False
         self._on_host.clear()
 
     def apply(self, plan: StepPlan) -> None:
-        """Follows the moves of a plan, and forgets blocks that get other tokens."""
+        """Follows the moves of a plan, and clears the flags of blocks that get other tokens."""
         filled = self._filled
         for block, on_host in plan.blocks_to_swap_out:
             (self._on_host.add if filled[block] else self._on_host.discard)(on_host)
@@ -331,23 +276,23 @@ class DraftedBlocks:
                     filled[change.blocks[max(0, kept.get(change.seq_id, 0) - change.index) :]] = False
 
     def extend(
-        self, rows: NDArray[np.int64], computed: NDArray[np.int64], known: NDArray[np.int64]
+        self, rows: NDArray[np.int64], computed: NDArray[np.int64], num_tokens: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """The tokens of each row that are computed, if ``computed`` are and what lies in filled blocks behind them."""
-        behind = np.flatnonzero(known - computed > self._size)
+        """Extends the number of computed tokens of each row by the flagged blocks that follow."""
+        behind = np.flatnonzero(num_tokens - computed > self._size)
         if not len(behind):
             return computed
-        whole = known[behind] // self._size
+        whole = num_tokens[behind] // self._size
         index = np.arange(int(whole.max()))
         blocks = self._batch.block_tables[self._group, rows[behind], : len(index)] + self._first
-        found = self._filled[blocks] | (index < computed[behind, None] // self._size)
-        leading = np.logical_and.accumulate(found & (index < whole[:, None]), axis=1).sum(axis=1)
+        filled = self._filled[blocks] | (index < computed[behind, None] // self._size)
+        leading = np.logical_and.accumulate(filled & (index < whole[:, None]), axis=1).sum(axis=1)
         extended = computed.copy()
         extended[behind] = np.maximum(computed[behind], leading * self._size)
         return extended
 
     def fill(self, rows: NDArray[np.int64], before: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """All tokens of each row up to ``ends`` are computed; up to ``before`` they were."""
+        """Flags the blocks of each row that the tokens from ``before`` to ``ends`` complete."""
         tables = self._batch.block_tables[self._group]
         first, last = before // self._size, ends // self._size
         for i in np.flatnonzero(last > first).tolist():

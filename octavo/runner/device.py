@@ -1,4 +1,4 @@
-"""What differs between devices: counting memory, sending a step's inputs, moving blocks, timing steps."""
+"""``Device``: the differences between CPU and GPU: memory, inputs of a step, swaps, timers; and sleep mode."""
 
 from __future__ import annotations
 
@@ -24,120 +24,61 @@ from octavo.runner.input_batch import FlatInputs
 
 if TYPE_CHECKING:
     from octavo.runner.loaded_model import LoadedModel
-    from octavo.runner.memory import CacheSize, WorkerShare
-    from octavo.runner.model_runner import StepTimer
+    from octavo.runner.memory import CacheSize, LargestStep, WorkerShare
 
 
-# The inputs of a step on the device, with tokens that steps in flight sample there.
-
-
-class Send(Protocol):
-    """Takes arrays to the device; where that is the host's own memory, they may be changed when the step is done."""
-
-    def __call__(self, arrays: Sequence[NDArray[Any]]) -> list[Array]:
-        """The same arrays (int64, then int32) on the device, in order; valid until the step is done."""
+class StepTimer(Protocol):
+    def wait(self) -> tuple[float, float]:
+        """Waits for the step's work: the seconds that it took, and those that the device was idle before it."""
         ...
-
-
-@dataclass(slots=True)
-class SampledTokens:
-    """Tokens that were sampled by a step in flight: their ids are on the device only."""
-
-    #: int64 [n] where the sampler has them; a negative one stands for no token.
-    token_ids: Any
-    #: Where they belong among this step's tokens, and which of ``token_ids`` each is: [m].
-    targets: NDArray[np.int64]
-    sources: NDArray[np.int64]
-
-    def is_all(self, num_tokens: int) -> bool:
-        """Whether they are all of the step's ``num_tokens``, in order: the same sequences as before decode."""
-        count = len(self.sources)
-        return count == num_tokens == len(self.token_ids) and bool((self.sources == np.arange(count)).all())
-
-
-def to_device(inputs: FlatInputs, pending: Sequence[SampledTokens], send: Send, kernels: Kernels) -> ForwardBatch:
-    """Sends a step's arrays, and puts tokens that are on the device already in their places there, in this order."""
-    batch = ForwardBatch.of(
-        send([inputs.arrays[array.name] for array in ARRAYS]),
-        num_decodes=inputs.num_decodes,
-        max_seq_len=inputs.max_seq_len,
-        all_sampled=inputs.all_sampled,
-        has_adapters=inputs.has_adapters,
-        has_spans=inputs.has_spans,
-    )
-    count = len(inputs.arrays["token_ids"])
-    for tokens in pending:
-        if tokens.is_all(count):
-            batch.token_ids = kernels.as_token_ids(tokens.token_ids)
-        else:
-            kernels.put_tokens(batch.token_ids, tokens.targets, tokens.token_ids, tokens.sources)
-    return batch
-
-
-class ProfiledStep(Protocol):
-    """The largest step, run to see what memory it takes."""
-
-    def run(self) -> None:
-        """Runs it eagerly."""
-
-    def graph_bytes(self, in_use: Callable[[], int]) -> int:
-        """Bytes of the device that captured steps will take beside eager ones; ``in_use`` tells those in use."""
 
 
 class WeightsAway(Protocol):
-    """Weights whose memory on the device is free."""
+    """Weights that were moved to host memory; their device memory is free."""
 
     @property
-    def bytes_freed(self) -> int:
-        """Bytes of the device."""
-        ...
+    def bytes_freed(self) -> int: ...
 
     def wake_up(self) -> None:
-        """Brings them back to the same arrays; if it fails it can be repeated."""
+        """Brings them back to the same arrays; a call that fails can be repeated."""
         ...
 
 
 class Device(ABC):
-    """The device of one worker: everything in which runners on different devices differ."""
-
     #: "cpu" or "cuda".
     name: str
-    #: What computes on it, once it is chosen.
     kernels: Kernels
-
-    #: What moves blocks on the device, and to the host and back.
+    #: Moves blocks on the device, and to the host and back.
     cache_engine: Callable[..., CacheEngine]
 
     def __init__(self, options: EngineConfig, config: ModelConfig, share: WorkerShare) -> None:
-        """``share`` is the worker's of its machine."""
         self._options, self._config, self._share = options, config, share
-        #: Bytes of host memory that are kept for adapters.
+        #: Bytes of host memory reserved for adapters, images and the like.
         self.reserved = 0
-        #: KV cache blocks of each group in memory of the device's own.
+        #: KV cache blocks of each group, if the device has memory of its own.
         self._own_blocks: list[int] | None = None
 
     @abstractmethod
-    def free_memory(self) -> int:
-        """Bytes that weights may take."""
+    def free_memory(self) -> int: ...
 
     @abstractmethod
     def cache_size(
-        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], ProfiledStep]
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], LargestStep]
     ) -> CacheSize:
-        """The KV cache that fits beside the weights and the largest step.
+        """The KV cache that fits beside the weights and the largest step (vLLM's ``determine_available_memory``).
 
-        Each position of the longest sequence takes ``position_bytes`` beside it.
+        Tables take ``position_bytes`` more for each position of the longest sequence.
 
         Raises:
-            InsufficientMemoryError: too little does; see ``memory.cache_size``.
+            InsufficientMemoryError: not one sequence of ``max_model_len`` tokens fits, or not one block.
         """
 
     def num_host_blocks(self, layout: KVLayout, max_model_len: int) -> list[int]:
-        """Blocks of host memory for preempted requests; see ``memory.num_host_blocks``. ``cache_size`` comes first."""
+        """Host blocks of each group for preempted requests; to be called after ``cache_size``."""
         return self._host_blocks_within(self._free_for_caches(), layout, max_model_len)
 
     def _free_for_caches(self) -> int:
-        """Bytes of the worker's share of the host that are free beside the largest step, once there are weights."""
+        """Bytes of the worker's share of host memory that are free beside the largest step and the weights."""
         step = memory.activation_bytes(self._config, self._options)
         return max(0, self._share.free_memory() - step - self.reserved)
 
@@ -150,22 +91,15 @@ class Device(ABC):
         """The inputs of a step on the device, valid until the step is done."""
 
     def put_to_sleep(self, networks: Sequence[Layer]) -> WeightsAway | None:
-        """Moves weights to the host's memory, if the device has memory of its own.
-
-        No step may run, and no captured step be replayed, before they are woken up.
-        """
+        """Moves weights to host memory, if the device has memory of its own. No step may run before ``wake_up``."""
         return None
 
     def release_memory(self) -> None:
-        """Returns freed memory to its owner, for other programs; what was captured may wait for the collector."""
-        gc.collect()
+        gc.collect()  # captured graphs may be in cycles
 
     @abstractmethod
     def start_timer(self) -> Callable[[], StepTimer | None]:
-        """Starts to time a step's work; the returned function is called when all of it is queued.
-
-        It returns None if work is done when it is queued.
-        """
+        """Starts to time a step; the returned function, called when all work is queued, returns None if it is done."""
 
 
 class HostDevice(Device):
@@ -180,13 +114,11 @@ class HostDevice(Device):
         self._last: tuple[FlatInputs, ForwardBatch] | None = None
 
     def free_memory(self) -> int:
-        """The worker's share of what is free on the host."""
         return self._share.free_memory()
 
     def cache_size(
-        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], ProfiledStep]
+        self, layout: KVLayout, position_bytes: int, max_model_len: int, largest_step: Callable[[], LargestStep]
     ) -> CacheSize:
-        """See ``memory.cache_size``; the largest step is estimated."""
         free = self._free_for_caches()
         # Swapping moves blocks within this memory, so the host blocks are subtracted although they are not touched
         # before they are used: otherwise memory would be short just when the cache is full.
@@ -194,51 +126,73 @@ class HostDevice(Device):
         return memory.cache_size(layout, self._options, free, max_model_len, position_bytes)
 
     def to_device(self, inputs: FlatInputs, pending: Sequence[SampledTokens]) -> ForwardBatch:
-        """See ``Device``."""
         if pending:  # some tokens are not in the arrays
-            return to_device(inputs, pending, self._wrap, self.kernels)
+            return to_device(inputs, pending, self._send, self.kernels)
         if self._last is not None and self._last[0] is inputs:
             batch = self._last[1]
             batch.max_seq_len = inputs.max_seq_len
         else:
-            batch = to_device(inputs, (), self._wrap, self.kernels)
+            batch = to_device(inputs, (), self._send, self.kernels)
             self._last = inputs, batch
         return batch
 
-    def _wrap(self, arrays: Sequence[NDArray[Any]]) -> list[Array]:
+    def _send(self, arrays: Sequence[NDArray[Any]]) -> list[Array]:
         return [self.kernels.wrap(array) for array in arrays]
 
     def start_timer(self) -> Callable[[], StepTimer | None]:
-        """See ``Device``: a step is computed while it is submitted."""
-        return _no_timer
+        return lambda: None  # a step is computed while it is submitted
 
 
-def _no_timer() -> None:
-    return None
+class Send(Protocol):
+    """Copies arrays (int64, then int32) to the device, valid until the step is done; a CPU may share their memory."""
+
+    def __call__(self, arrays: Sequence[NDArray[Any]]) -> list[Array]: ...
 
 
-# Sleep mode: the memory of weights is given back, for a while.
+@dataclass(slots=True)
+class SampledTokens:
+    """Tokens that a step in flight samples: their ids are on the device only."""
+
+    #: int64 [n], in the memory of the sampler; a negative id stands for no token.
+    token_ids: Any
+    #: Index of each among this step's flat tokens, and among ``token_ids``: [m].
+    targets: NDArray[np.int64]
+    sources: NDArray[np.int64]
+
+
+def to_device(inputs: FlatInputs, pending: Sequence[SampledTokens], send: Send, kernels: Kernels) -> ForwardBatch:
+    """Sends a step's arrays to the device, and puts ``pending`` tokens, which are on it, into their places."""
+    batch = ForwardBatch.of(
+        send([inputs.arrays[array.name] for array in ARRAYS]),
+        num_decodes=inputs.num_decodes,
+        max_seq_len=inputs.max_seq_len,
+        all_sampled=inputs.all_sampled,
+        has_adapters=inputs.has_adapters,
+        has_spans=inputs.has_spans,
+    )
+    count = len(inputs.arrays["token_ids"])
+    for tokens in pending:
+        in_order = len(tokens.sources) == count == len(tokens.token_ids)
+        if in_order and (tokens.sources == np.arange(count)).all():  # the same sequences decode again
+            batch.token_ids = kernels.as_token_ids(tokens.token_ids)
+        else:
+            kernels.put_tokens(batch.token_ids, tokens.targets, tokens.token_ids, tokens.sources)
+    return batch
 
 
 class WeightSleep:
-    """Frees the memory of a model's weights, and brings them back."""
+    """Sleep mode: frees the memory of a model's weights, and brings them back."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        #: Weights of a GPU that are in host memory.
         self._asleep: WeightsAway | None = None
 
     @property
     def are_away(self) -> bool:
-        """Whether ``wake_up`` has something to restore."""
         return self._asleep is not None or not self._loaded.has_weights
 
     def sleep(self, level: int) -> int:
-        """Bytes that were freed. Level 2 may follow level 1.
-
-        Level 1 moves the weights of a GPU to host memory; on a CPU they are there already, and stay as they are packed.
-        Level 2 drops the weights.
-        """
+        """Frees bytes. Level 1 moves a GPU's weights to host memory; level 2 drops them, also after level 1."""
         loaded = self._loaded
         if not loaded.has_weights:
             return 0
@@ -253,11 +207,7 @@ class WeightSleep:
         return 0 if self._asleep is None else self._asleep.bytes_freed
 
     def wake_up(self, num_positions: int) -> None:
-        """Restores the weights, read again for sequences of up to so many tokens if they were dropped.
-
-        Raises:
-            WeightError: the checkpoint cannot be read any more.
-        """
+        """Restores the weights; reads dropped weights again, for sequences of up to ``num_positions`` tokens."""
         if not self._loaded.has_weights:
             self._loaded.read_weights(num_positions)
         if self._asleep is not None:

@@ -1,15 +1,27 @@
-"""The drafter ``draft_model``: a smaller model with the vocabulary of the one that it drafts for.
+"""Drafters with a network of their own beside the model's (speculative decoding): draft_model, eagle, eagle3.
 
-Its first forward of a step computes the tokens that it has not seen, which are one or two where it has drafted in the
-step before, and each further one a draft token of every row. What it has computed is known by row and by block, so that
-it is found again with the prefix cache and after a swap.
+``StepPlan.num_drafts`` says how many tokens to draft at most for each sequence. The worker drafts them at the beginning
+of that very step, when the tokens of earlier steps are known, puts them into ``StepPlan.drafts``, and verifies them as
+it verifies drafts that a plan brings. So a draft never travels. ``num_tokens`` counts the drafts, and the plan has
+allocated (and copied, where shared) the blocks of their positions: vLLM's lookahead slots. A drafter may draft fewer
+tokens, or none; ``StepResult.num_drafts`` says how many there were.
+
+KV cache. A drafter's layers have caches of their own shape in the model's blocks: one block table addresses both, so
+allocation, prefix cache, copy-on-write, swaps and sleep are the model's, and a block is larger by the drafter's layers
+(``KVLayers.group_bytes``). Nothing that a drafter reads there decides an answer, so it may be missing or stale. A
+drafter may write where the step computes, and, for earlier positions, what belongs there: in shared blocks, all
+sequences that share them have the same tokens.
+
+Each rank of a tensor-parallel group drafts, and must come to the same tokens. With one rank, a drafter that raises is
+reported (``StepResult.draft_error``) and the step goes on without drafts.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.config.engine_config import EngineConfig
+from octavo.config.kv_spec import KVSpec
+from octavo.config.options import SpeculativeConfig
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
@@ -39,73 +53,164 @@ from octavo.models.eagle import EagleConfig, EagleHead, FeatureReader
 from octavo.models.network import Network, weight_bytes
 from octavo.runner.cache_engine import DraftedBlocks
 from octavo.runner.input_batch import InputBatch, StepInputs
-from octavo.runner.network_drafter import Drafts, DraftSource, WorkerDrafter
-from octavo.sampling.sampler import Sampler
+from octavo.sampling.sampler import Int64Array, Sampler
 
 if TYPE_CHECKING:
     from octavo.runner.device import Device
 
 
-@dataclass(frozen=True)
-class DraftModelSource(DraftSource):
-    """A model's folder."""
+@dataclass(slots=True)
+class Drafts:
+    #: By row: one token or more.
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    #: Time and number of tokens that the drafter had not computed when they were sampled, such as a prompt's.
+    catch_up_seconds: float = 0.0
+    catch_up_tokens: int = 0
 
-    #: The engine's, with the model and quantization of the drafter.
+    def add(self, rows: Int64Array, token_ids: Int64Array) -> None:
+        """Appends one token to each row; a negative id stands for none."""
+        for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            if token >= 0:
+                self.tokens.setdefault(row, []).append(token)
+
+
+class WorkerDrafter(ABC):
+    """A network that drafts. Rows are those of ``InputBatch``, whose tokens and block tables it reads."""
+
+    #: Holds the drafter's weights; sleep mode moves them to host memory and back, or drops them.
+    network: Network
+    kv_specs: list[KVSpec]
+    _source: DraftSource
+    #: The captured network, between ``capture`` and ``release``.
+    _forward: Forward
+
+    @abstractmethod
+    def describe(self) -> str: ...
+
+    def position_bytes(self) -> int:
+        """Bytes of its tables for each position of the longest sequence."""
+        return self.network.position_bytes()
+
+    @abstractmethod
+    def load(self, model: Network) -> None:
+        """Reads the weights, again after ``network`` was deleted; ``model`` is the network that it drafts for."""
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
+        """Runs its network eagerly; also on the largest batch, before ``start``, to measure memory."""
+
+    def start(
+        self, batch: InputBatch, sampler: Sampler, device: Device, largest: BatchSize, caches: Sequence[LayerCache]
+    ) -> None:
+        """Prepares for steps of at most this size; its own caches are in the order of ``kv_specs``."""
+        self._batch, self._sampler, self._device, self._largest = batch, sampler, device, largest
+        self._allocate(batch.tokens.num_rows, self._source.speculation.num_speculative_tokens, caches)
+        self.capture(caches)
+
+    @abstractmethod
+    def _allocate(self, num_rows: int, num_drafts: int, caches: Sequence[LayerCache]) -> None:
+        """Allocates the state of rows, for drafts of up to ``num_drafts`` tokens."""
+
+    @abstractmethod
+    def capture(self, caches: Sequence[LayerCache]) -> None:
+        """Prepares for steps again, after a sleep: the caches are new, and so may be the weights."""
+
+    def release(self) -> None:
+        """Drops captured graphs, until ``capture``."""
+        del self._forward
+
+    def make_reader(self) -> FeatureReader | None:
+        """Makes a reader of the model's residual stream, which becomes a part of the model's captured forward."""
+        return None
+
+    def apply(self, plan: StepPlan) -> None:  # noqa: B027  not every drafter tracks blocks
+        """Called when the plan's moves are queued, and rows and block tables are changed."""
+
+    def after_step(  # noqa: B027  not every drafter needs the model's hidden states
+        self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Any | None
+    ) -> None:
+        """Called when a step's forward and its sampling are queued; the next step overwrites ``output``.
+
+        ``batch``: ``inputs`` on the device; ``output``: also with the features that ``make_reader``'s reader has read;
+        ``sampled``: int64, the tokens of the sampled rows, where the sampler has them; None: no sequence samples.
+        """
+
+    @abstractmethod
+    def draft(self, counts: dict[int, int]) -> Drafts:
+        """Drafts at most ``counts[row]`` (1 or more) tokens for each row, all tokens of which are known."""
+
+    @abstractmethod
+    def add(self, row: int) -> None:
+        """Gives the row to a new sequence; none of its tokens is computed."""
+
+    @abstractmethod
+    def fork(self, parent: int, child: int) -> None:
+        """Gives row ``child`` to a fork; its blocks are, or become, copies of the parent's."""
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """The checkpoint of a drafter's network, before its weights are loaded."""
+
+    #: The engine's options; of a draft model, with its model and quantization.
     options: EngineConfig
+    speculation: SpeculativeConfig
     folder: Path
     config: ModelConfig
 
-    @classmethod
-    def of(cls, options: EngineConfig) -> DraftModelSource:
-        """Finds (or fetches) the model that ``options.speculative_config`` names, and reads its config.json.
-
-        Raises:
-            OctavoError: there is none, or it is not supported.
-        """
-        given = options.speculative_config
-        assert given is not None and given.model is not None
-        changes = {"model": given.model, "quantization": given.quantization or "auto", "revision": given.revision}
-        own = options.model_copy(update=changes)
-        dummy = options.load_format == "dummy"
-        folder = resolve_model(own.model, revision=own.revision, weights=not dummy)
-        return cls(own, folder, read_model_config(folder))
-
-    def load(self, context: LayerContext, model: Network) -> DraftModel:
-        """See ``DraftSource``."""
-        return DraftModel(self, context, model)
-
     def context(self, context: LayerContext) -> LayerContext:
-        """See ``DraftSource``."""
-        return replace(
-            context,
-            quantization=weight_quantization(self.options, context.kernels.name, self.config.quantization),
-            max_loras=0,
-            max_lora_rank=0,
-            virtual_tokens=0,
-        )
+        """The context that the drafter's layers are built with, from the model's."""
+        quantization = None  # published EAGLE heads are in the model's type
+        if not isinstance(self.config, EagleConfig):
+            quantization = weight_quantization(self.options, context.kernels.name, self.config.quantization)
+        return replace(context, quantization=quantization, max_loras=0, max_lora_rank=0, virtual_tokens=0)
+
+    def load(self, context: LayerContext, model: Network) -> WorkerDrafter:
+        return (EagleDrafter if isinstance(self.config, EagleConfig) else DraftModel)(self, context, model)
+
+
+def find_draft_source(options: EngineConfig, config: ModelConfig) -> DraftSource | None:
+    """The drafter of the options for a model of this configuration; None: no drafter has a network of its own.
+
+    Finds (or fetches) the drafter's checkpoint and reads its config.json.
+    """
+    speculation = options.speculative_config
+    if speculation is None or not speculation.drafts_on_workers:
+        return None
+    assert speculation.model is not None
+    dummy = options.load_format == "dummy"
+    folder = resolve_model(speculation.model, revision=speculation.revision, weights=not dummy)
+    if speculation.method == "draft_model":
+        changes = {
+            "model": speculation.model,
+            "quantization": speculation.quantization or "auto",
+            "revision": speculation.revision,
+        }
+        return DraftSource(options.model_copy(update=changes), speculation, folder, read_model_config(folder))
+    assert speculation.method in ("eagle", "eagle3")
+    read = read_dummy_config if dummy else read_head_config
+    return DraftSource(options, speculation, folder, read(folder, speculation.method, config))
+
+
+# --- draft_model ------------------------------------------------------------------------------------------------------
 
 
 class DraftModel(WorkerDrafter):
-    """Owns the network; what it keeps of each row is how many of its tokens are computed."""
+    """The drafter ``draft_model``: a smaller model with the vocabulary of the one that it drafts for.
 
-    def __init__(self, source: DraftModelSource, context: LayerContext, model: Network) -> None:
-        """Loads the weights.
+    Its first forward of a step computes the tokens that it has not seen: one or two per row if it has drafted in the
+    step before. Each further forward computes a draft token of every row. It knows its computed tokens by row and by
+    block, so it finds them again with the prefix cache and after a swap.
+    """
 
-        Raises:
-            OctavoError: as ``load_model``.
-        """
+    def __init__(self, source: DraftSource, context: LayerContext, model: Network) -> None:
         self._source, self._context = source, source.context(context)
         # As for the model: tables need not be longer, and for two kinds of scaling they had better not be.
         self.config = replace(source.config, max_position=min(source.config.max_position, model.config.max_position))
         self.load(model)
         self.kv_specs = self.network.kv_specs
 
-    def position_bytes(self) -> int:
-        """See ``WorkerDrafter``."""
-        return self.network.position_bytes()
-
     def load(self, model: Network) -> None:
-        """See ``WorkerDrafter``."""
         options, context = self._source.options, self._context
         if options.load_format == "dummy":
             self.network = make_dummy_model(self.config, context, options.seed)
@@ -113,138 +218,105 @@ class DraftModel(WorkerDrafter):
         self.network = load_model(self._source.folder, self.config, context, gguf_source(options.model))
 
     def describe(self) -> str:
-        """See ``WorkerDrafter``."""
         quantized = f", quantised to {self._context.quantization}" if self._context.quantization else ""
         size = weight_bytes(self.network) / (1 << 30)
         return f"draft_model {self._source.options.model} ({self.config.architecture}){quantized}, {size:.2f} GiB"
 
-    def start(
-        self, batch: InputBatch, sampler: Sampler, device: Device, largest: BatchSize, caches: Sequence[LayerCache]
-    ) -> None:
-        """See ``WorkerDrafter``."""
-        self._batch, self._sampler, self._device = batch, sampler, device
-        self._largest = replace(largest, sampled=largest.sequences)
-        given = self._source.options.speculative_config
-        assert given is not None
-        rows = batch.tokens.num_rows
+    def _allocate(self, num_rows: int, num_drafts: int, caches: Sequence[LayerCache]) -> None:
+        self._largest = replace(self._largest, sampled=self._largest.sequences)
         #: Tokens of each row that are computed for certain, and the drafts behind them that were computed.
-        self._num_computed = np.zeros(rows, np.int64)
-        self._num_drafts = np.zeros(rows, np.int64)
-        self._drafts = np.zeros((rows, given.num_speculative_tokens), np.int64)
+        self._num_computed = np.zeros(num_rows, np.int64)
+        self._num_drafts = np.zeros(num_rows, np.int64)
+        self._drafts = np.zeros((num_rows, num_drafts), np.int64)
         # Its layers may have blocks of several groups; then, or with windows, each row is computed anew.
         groups = {cache.group for cache in caches}
         whole = all(spec.window is None for spec in self.kv_specs)
-        self._blocks = DraftedBlocks(batch, groups.pop()) if len(groups) == 1 and whole else None
-        self.capture(caches)
+        self._blocks = DraftedBlocks(self._batch, groups.pop()) if len(groups) == 1 and whole else None
 
     def capture(self, caches: Sequence[LayerCache]) -> None:
-        """See ``WorkerDrafter``."""
         if self._blocks is not None:
             self._blocks.clear()
         self.network.extend_positions(min(self._largest.max_seq_len, self.config.max_position))
-        self._forward: Forward = self._context.kernels.capture(lambda batch: self.forward(batch, caches), self._largest)
-
-    def release(self) -> None:
-        """See ``WorkerDrafter``."""
-        del self._forward
+        self._forward = self._context.kernels.capture(lambda batch: self.forward(batch, caches), self._largest)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
-        """See ``WorkerDrafter``."""
         kernels, network = self._context.kernels, self.network
         kernels.adapters.begin(batch)
         hidden = network.forward(batch, list(caches))
         return ForwardOutput(hidden, network.logits(kernels.take_sampled(hidden, batch)))
 
-    # --- rows and blocks --------------------------------------------------------------------------------------------
-
     def add(self, row: int) -> None:
-        """See ``WorkerDrafter``."""
         self._num_computed[row] = self._num_drafts[row] = 0
 
     def apply(self, plan: StepPlan) -> None:
-        """See ``WorkerDrafter``."""
         if self._blocks is not None:
             self._blocks.apply(plan)
 
     def fork(self, parent: int, child: int) -> None:
-        """See ``WorkerDrafter``."""
         for state in (self._num_computed, self._num_drafts, self._drafts):
             state[child] = state[parent]
 
-    def _computed(self, rows: NDArray[np.int64], known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of each row that need not be computed: all but the last one, as far as drafts have become tokens."""
+    def _computed(self, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
+        """The number of leading tokens of each row whose entries are computed: never the last token."""
         tokens, certain = self._batch.tokens.ids, self._num_computed[rows]
         offsets = np.arange(self._drafts.shape[1])
         places = certain[:, None] + offsets
-        right = (offsets < self._num_drafts[rows, None]) & (places < known[:, None])
-        right &= tokens[rows[:, None], np.minimum(places, tokens.shape[1] - 1)] == self._drafts[rows]
-        certain = certain + np.logical_and.accumulate(right, axis=1).sum(axis=1)
+        accepted = (offsets < self._num_drafts[rows, None]) & (places < num_tokens[:, None])
+        accepted &= tokens[rows[:, None], np.minimum(places, tokens.shape[1] - 1)] == self._drafts[rows]
+        certain = certain + np.logical_and.accumulate(accepted, axis=1).sum(axis=1)
         if self._blocks is not None:
-            certain = self._blocks.extend(rows, certain, known)
-        return np.minimum(certain, known - 1)
-
-    # --- a step -----------------------------------------------------------------------------------------------------
+            certain = self._blocks.extend(rows, certain, num_tokens)
+        return np.minimum(certain, num_tokens - 1)
 
     def draft(self, counts: dict[int, int]) -> Drafts:
-        """See ``WorkerDrafter``. Of tokens that it has not seen, a step computes as many as the token budget has."""
-        found, table = Drafts(), self._batch.tokens
-        rows, wanted = (np.fromiter(values, np.int64, len(counts)) for values in (counts.keys(), counts.values()))
-        known = table.num_tokens[rows]
+        """Drafts; of tokens that the drafter has not computed, a step computes no more than the token budget."""
+        drafts, table = Drafts(), self._batch.tokens
+        rows, limits = (np.fromiter(values, np.int64, len(counts)) for values in (counts.keys(), counts.values()))
+        num_tokens = table.num_tokens[rows]
         # The last draft is not computed, so it may be one past the context.
-        wanted = np.minimum(wanted, self.config.max_position + 1 - known)
-        rows, wanted, known = (values[wanted > 0] for values in (rows, wanted, known))
-        starts = self._computed(rows, known)
-        order = np.argsort(known - starts, kind="stable")
-        rows, wanted, known, starts = (values[order] for values in (rows, wanted, known, starts))
-        lengths = known - starts
+        limits = np.minimum(limits, self.config.max_position + 1 - num_tokens)
+        rows, limits, num_tokens = (values[limits > 0] for values in (rows, limits, num_tokens))
+        starts = self._computed(rows, num_tokens)
+        order = np.argsort(num_tokens - starts, kind="stable")
+        rows, limits, num_tokens, starts = (values[order] for values in (rows, limits, num_tokens, starts))
+        lengths = num_tokens - starts
         ends = starts + np.clip(self._largest.tokens - (np.cumsum(lengths) - lengths), 0, lengths)
         begun = ends > starts
         if not begun.any():
-            return found
+            return drafts
         ones_first = np.argsort((ends - starts)[begun] > 1, kind="stable")
-        rows, wanted, known, starts, ends = (v[begun][ones_first] for v in (rows, wanted, known, starts, ends))
-        complete = ends == known
-        logits = self._timed_first(rows, starts, ends, complete, found)
+        rows, limits, num_tokens, starts, ends = (
+            v[begun][ones_first] for v in (rows, limits, num_tokens, starts, ends)
+        )
+        complete = ends == num_tokens
+        start, lengths = time.perf_counter(), ends - starts
+        logits = self._run(rows, starts, ends, complete)
+        # Two: where all drafts were accepted, the last of them and the token after it.
+        drafts.catch_up_tokens = int(np.maximum(lengths - 2, 0).sum())
+        drafts.catch_up_seconds = drafts.catch_up_tokens / int(lengths.sum()) * (time.perf_counter() - start)
         if self._blocks is not None:
             self._blocks.fill(rows, self._num_computed[rows], ends)
         self._num_computed[rows], self._num_drafts[rows] = ends, 0
-        rows, wanted, known = rows[complete], wanted[complete], known[complete]
-        for number in range(int(wanted.max(initial=0))):
-            places = known + number
+        rows, limits, num_tokens = rows[complete], limits[complete], num_tokens[complete]
+        for number in range(int(limits.max(initial=0))):
+            places = num_tokens + number
             if number:
                 logits = self._run(rows, places - 1, places, np.ones(len(rows), bool))
                 self._num_drafts[rows] = number
-            chosen = self._choose(logits, rows, places)
+            # Tokenizers may have fewer tokens than either network has logits.
+            width = min(self._sampler.vocab_size, logits.shape[1])
+            edited = width == self._sampler.vocab_size
+            chosen = self._sampler.draft(logits[:, :width], rows, places, edited=edited)
             table.ids[rows, places] = self._drafts[rows, number] = chosen
-            for row, token in zip(rows.tolist(), chosen.tolist(), strict=True):
-                if token >= 0:
-                    found.tokens.setdefault(row, []).append(token)
-            more = (chosen >= 0) & (wanted > number + 1)
-            rows, wanted, known = rows[more], wanted[more], known[more]
+            drafts.add(rows, chosen)
+            more = (chosen >= 0) & (limits > number + 1)
+            rows, limits, num_tokens = rows[more], limits[more], num_tokens[more]
             if not len(rows):
                 break
-        return found
+        return drafts
 
-    def _timed_first(
-        self,
-        rows: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        complete: NDArray[np.bool_],
-        found: Drafts,
-    ) -> Array:
-        start = time.perf_counter()
-        logits = self._run(rows, starts, ends, complete)
-        lengths = ends - starts
-        # Two: where all drafts were accepted, the last of them and the token after it.
-        found.catch_up_tokens = int(np.maximum(lengths - 2, 0).sum())
-        found.catch_up_seconds = found.catch_up_tokens / int(lengths.sum()) * (time.perf_counter() - start)
-        return logits
-
-    def _run(
-        self, rows: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64], sampled: NDArray[np.bool_]
-    ) -> Array:
-        """Computes the tokens ``starts`` to ``ends`` of these rows; logits of the last one of those ``sampled``."""
+    def _run(self, rows: Int64Array, starts: Int64Array, ends: Int64Array, sampled: NDArray[np.bool_]) -> Array:
+        """Computes the tokens ``starts`` to ``ends`` of these rows: logits of the last token of ``sampled`` rows."""
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(ends - starts, out=offsets[1:])
         inputs = self._batch.flatten(rows, starts, ends, offsets, offsets[1:][sampled] - 1, adapters=False)
@@ -252,140 +324,67 @@ class DraftModel(WorkerDrafter):
         assert logits is not None
         return logits
 
-    def _choose(self, logits: Array, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """With the noise of the rows' requests; tokenizers may have fewer tokens than either network has logits."""
-        size = self._sampler.vocab_size
-        width = min(size, logits.shape[1])
-        return self._sampler.draft(logits[:, :width], rows, positions, edited=width == size)
 
-
-# The drafters ``eagle`` and ``eagle3``: a head that drafts from the model's hidden states (``octavo.models.eagle``).
-
-
-@dataclass(frozen=True)
-class EagleSource(DraftSource):
-    """A head's folder."""
-
-    options: EngineConfig
-    folder: Path
-    config: EagleConfig
-
-    @classmethod
-    def of(cls, options: EngineConfig, model: ModelConfig) -> EagleSource:
-        """Finds (or fetches) the head that ``options.speculative_config`` names, and compares it with the model.
-
-        Raises:
-            OctavoError: there is none, or it is not for this model.
-        """
-        given = options.speculative_config
-        assert given is not None and given.model is not None and given.method in ("eagle", "eagle3")
-        dummy = options.load_format == "dummy"
-        folder = resolve_model(given.model, revision=given.revision, weights=not dummy)
-        read = read_dummy_config if dummy else read_head_config
-        return cls(options, folder, read(folder, given.method, model))
-
-    def context(self, context: LayerContext) -> LayerContext:
-        """See ``DraftSource``; published heads are in the model's type."""
-        return replace(context, quantization=None, max_loras=0, max_lora_rank=0, virtual_tokens=0)
-
-    def load(self, context: LayerContext, model: Network) -> EagleDrafter:
-        """See ``DraftSource``."""
-        return EagleDrafter(self, context, model)
+# --- eagle and eagle3: a head that drafts from the model's hidden states ----------------------------------------------
 
 
 class EagleDrafter(WorkerDrafter):
-    """Owns the head, and of each row the results that the next drafts may begin with."""
+    """The drafters ``eagle`` and ``eagle3``. Owns the head, and each row's results that drafts begin with."""
 
     network: EagleHead
 
-    def __init__(self, source: EagleSource, context: LayerContext, model: Network) -> None:
-        """Loads the weights; see ``load_head``.
-
-        Raises:
-            ConfigError: the model is none that a head can be for.
-            WeightError: the weights cannot be read.
-        """
-        self._source, self._context = source, source.context(context)
+    def __init__(self, source: DraftSource, context: LayerContext, model: Network) -> None:
+        assert isinstance(source.config, EagleConfig)
+        self._source, self._config, self._context = source, source.config, source.context(context)
         self._kernels = context.kernels
         self.load(model)
         self.kv_specs = self.network.kv_specs
         shape = source.options.token_budget, source.config.hidden_size
-        #: Input of the head: a row for each token.
         self._features = context.kernels.zeros(shape, DType.FLOAT32)
 
     def describe(self) -> str:
-        """See ``WorkerDrafter``."""
-        given, size = self._source.options.speculative_config, weight_bytes(self.network) / (1 << 30)
-        assert given is not None
-        return f"{given.method} {given.model} ({self._source.config.architecture}), {size:.2f} GiB"
-
-    def position_bytes(self) -> int:
-        """See ``WorkerDrafter``."""
-        return self.network.position_bytes()
+        speculation, size = self._source.speculation, weight_bytes(self.network) / (1 << 30)
+        return f"{speculation.method} {speculation.model} ({self._config.architecture}), {size:.2f} GiB"
 
     def load(self, model: Network) -> None:
-        """See ``WorkerDrafter``."""
-        method = self._source.config.method
+        options, config, method = self._source.options, self._config, self._config.method
         if not isinstance(model, Decoder) or (method == "eagle" and model.embed_tokens.scale != 1.0):
             raise ConfigError(
                 f"speculative_config: method {method!r} is not supported for {type(model).__name__}; take method "
                 "'draft_model', 'ngram' or 'suffix'"
             )
-        options, config = self._source.options, self._source.config
         if options.load_format == "dummy":
             self.network = make_dummy_head(config, self._context, options.seed)
         else:
             self.network = load_head(self._source.folder, config, self._context)
         self.network.attach_target(model)
 
-    def start(
-        self, batch: InputBatch, sampler: Sampler, device: Device, largest: BatchSize, caches: Sequence[LayerCache]
-    ) -> None:
-        """See ``WorkerDrafter``."""
-        self._batch, self._sampler, self._device, self._largest = batch, sampler, device, largest
-        given = self._source.options.speculative_config
-        assert given is not None
-        rows, width = batch.tokens.num_rows, self._features.shape[1]
-        #: Rows that a sequence samples at most.
-        self._window = given.num_speculative_tokens + 1
+    def _allocate(self, num_rows: int, num_drafts: int, caches: Sequence[LayerCache]) -> None:
+        #: Maximum number of sampled rows of a sequence.
+        self._window = num_drafts + 1
         #: Results at the sampled rows of each row's last step, and the number of known tokens before it; 0: none.
-        self._results = self._kernels.zeros((rows * self._window, width), DType.FLOAT32)
-        self._known = np.zeros(rows, np.int64)
-        self.capture(caches)
+        self._results = self._kernels.zeros((num_rows * self._window, self._features.shape[1]), DType.FLOAT32)
+        self._known = np.zeros(num_rows, np.int64)
 
     def capture(self, caches: Sequence[LayerCache]) -> None:
-        """See ``WorkerDrafter``."""
         self.network.extend_positions(self._largest.max_seq_len)
-        self._forward: Forward = self._kernels.capture(lambda batch: self.forward(batch, caches), self._largest)
-
-    def release(self) -> None:
-        """See ``WorkerDrafter``."""
-        del self._forward
+        self._forward = self._kernels.capture(lambda batch: self.forward(batch, caches), self._largest)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
-        """See ``WorkerDrafter``: the head's results at the sampled rows, without logits."""
         self._kernels.adapters.begin(batch)
         hidden = self.network.forward_layers(self._features[: len(batch.token_ids)], batch, list(caches))
         return ForwardOutput(self._kernels.take_sampled(hidden, batch))
 
     def make_reader(self) -> FeatureReader | None:
-        """See ``WorkerDrafter``."""
         return self.network.make_reader()
 
-    # --- rows -------------------------------------------------------------------------------------------------------
-
     def add(self, row: int) -> None:
-        """See ``WorkerDrafter``."""
         self._known[row] = 0
 
     def fork(self, parent: int, child: int) -> None:
-        """See ``WorkerDrafter``: the child's next token is another one."""
-        self._known[child] = 0
-
-    # --- after a step -----------------------------------------------------------------------------------------------
+        self._known[child] = 0  # the child's next token is another one
 
     def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Any | None) -> None:
-        """See ``WorkerDrafter``: computes the tokens of the step."""
         features = output.hidden if output.features is None else output.features
         self._kernels.put_rows(self._features, np.arange(len(features)), features)
         tokens = self._next_tokens(inputs, batch, sampled)
@@ -402,26 +401,19 @@ class EagleDrafter(WorkerDrafter):
             offsets = inputs.drafted.offsets[:count]
             places = np.repeat(places, counts) + offsets
             self._known[rows] = positions[:count][offsets == 0] + 1
-            # Drafts that others propose, such as predictions, may be more than the head's.
-            hidden, places = self._within_window(hidden[:count], places, offsets)
+            hidden, kept = hidden[:count], np.flatnonzero(offsets < self._window)
+            if len(kept) != count:  # drafts that others propose, such as predictions, may be more than the head's
+                hidden, places = self._kernels.take_rows(hidden, kept), places[kept]
         self._kernels.put_rows(self._results, places, hidden[: len(places)])
-
-    def _within_window(
-        self, hidden: Array, places: NDArray[np.int64], offsets: NDArray[np.int64]
-    ) -> tuple[Array, NDArray[np.int64]]:
-        kept = np.flatnonzero(offsets < self._window)
-        if len(kept) == len(offsets):
-            return hidden, places
-        return self._kernels.take_rows(hidden, kept), places[kept]
 
     @staticmethod
     def _num_own(inputs: StepInputs) -> int:
-        """Sampled rows of the step's sequences, which those of sequences just forked from them follow."""
+        """The number of sampled rows of the step's sequences; the rows of their forks follow."""
         count = len(inputs.sampling)
         return count if inputs.drafted is None else int(inputs.drafted.counts[:count].sum())
 
     def _next_tokens(self, inputs: StepInputs, batch: ForwardBatch, sampled: Any | None) -> Array:
-        """The token that follows each token of the step, int64 [T]; what is not known is any token."""
+        """The token that follows each token of the step, int64 [T]; any token where the next one is not known yet."""
         if sampled is not None and inputs.all_sampled and inputs.forked is None:
             return self._kernels.as_token_ids(sampled)
         lengths = np.diff(inputs.arrays["query_start_loc"])
@@ -432,49 +424,41 @@ class EagleDrafter(WorkerDrafter):
             self._kernels.put_tokens(tokens, inputs.arrays["sampled_rows"][:count], sampled, np.arange(count))
         return tokens
 
-    # --- drafts -----------------------------------------------------------------------------------------------------
-
     def draft(self, counts: dict[int, int]) -> Drafts:
-        """See ``WorkerDrafter``. A row whose last step was not seen gets none, such as a child of a fork."""
-        found, table = Drafts(), self._batch.tokens
-        rows, wanted = (np.fromiter(values, np.int64, len(counts)) for values in (counts.keys(), counts.values()))
+        """Drafts; a row gets no drafts if the head has not seen its last step, such as a fork."""
+        drafts, table = Drafts(), self._batch.tokens
+        rows, limits = (np.fromiter(values, np.int64, len(counts)) for values in (counts.keys(), counts.values()))
         computed = self._batch.num_computed[rows]
         offsets = computed - self._known[rows]
         # Of tokens that were appended without being sampled, the head has not computed the one before the last.
         seen = (self._known[rows] > 0) & (offsets >= 0) & (offsets < self._window)
         seen &= computed == table.num_tokens[rows] - 1
-        rows, wanted, offsets = rows[seen], wanted[seen], offsets[seen]
+        rows, limits, offsets = rows[seen], limits[seen], offsets[seen]
         hidden = self._kernels.take_rows(self._results, rows * self._window + offsets)
         number = 0
         while len(rows):
             places = table.num_tokens[rows] + number
             if number:
                 hidden = self._follow(rows, places, hidden)
-            chosen = self._choose(hidden, rows, places)
+            slots = self._batch.adapters[rows]
+            self._kernels.adapters.use(self._kernels.wrap(slots) if (slots >= 0).any() else None)
+            logits, ids = self.network.logits(hidden), self.network.target_ids
+            if ids is not None:
+                logits = self._kernels.scatter_columns(logits, ids, self._sampler.vocab_size)
+            chosen = self._sampler.draft(logits, rows, places)
             table.ids[rows, places] = chosen
-            for row, token in zip(rows.tolist(), chosen.tolist(), strict=True):
-                if token >= 0:
-                    found.tokens.setdefault(row, []).append(token)
+            drafts.add(rows, chosen)
             number += 1
-            more = (chosen >= 0) & (wanted > number)
+            more = (chosen >= 0) & (limits > number)
             if not more.all():
                 hidden = self._kernels.take_rows(hidden, np.flatnonzero(more))
-                rows, wanted = rows[more], wanted[more]
-        return found
+                rows, limits = rows[more], limits[more]
+        return drafts
 
-    def _follow(self, rows: NDArray[np.int64], places: NDArray[np.int64], hidden: Array) -> Array:
-        """The head's results for its own, ``hidden``, and the drafts before ``places``: [S, E]."""
+    def _follow(self, rows: Int64Array, places: Int64Array, hidden: Array) -> Array:
+        """The head's results [S, E] from its last results, ``hidden``, and the drafts before ``places``."""
         starts, offsets = places - 2, np.arange(len(rows) + 1)
         inputs = self._batch.flatten(rows, starts, starts + 1, offsets, offsets[:-1])
         inputs.arrays["token_ids"] = self._batch.tokens.ids[rows, places - 1].astype(np.int64)
         self._kernels.put_rows(self._features, np.arange(len(rows)), hidden)
         return self._forward(self._device.to_device(inputs, ())).hidden
-
-    def _choose(self, hidden: Array, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """With the noise of the rows' requests."""
-        slots = self._batch.adapters[rows]
-        self._kernels.adapters.use(self._kernels.wrap(slots) if (slots >= 0).any() else None)
-        logits, ids = self.network.logits(hidden), self.network.target_ids
-        if ids is not None:
-            logits = self._kernels.scatter_columns(logits, ids, self._sampler.vocab_size)
-        return self._sampler.draft(logits, rows, places)

@@ -1,4 +1,4 @@
-"""The encoder of an encoder-decoder network as part of a step: inputs in, keys and values in the contexts' blocks."""
+"""Encoders on the worker: of encoder-decoder networks (``ContextEncoder``), and of images (``ImagePreparer``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, Forwa
 from octavo.kernels.interface import Array, Kernels, LayerCache, PartedForward
 from octavo.layers.attention import CrossQueries
 from octavo.models.network import Network, Tower, TowerInput
-from octavo.runner.input_batch import NO_CONTEXTS, NO_ROTARY_POSITIONS, Contexts, FlatInputs, StepInputs
+from octavo.runner.input_batch import Contexts, FlatInputs, StepInputs, flat_arrays
 from octavo.runner.preparers import Preparer
 
 if TYPE_CHECKING:
@@ -32,10 +32,13 @@ if TYPE_CHECKING:
 
 
 class ContextEncoder:
-    """Owns the recorded encoder, its workspace and the memory of its features."""
+    """Runs the encoder of an encoder-decoder network within a step.
+
+    It writes keys and values of the encoder's output into the blocks of contexts. Owns the captured encoder, its
+    workspace and the memory of its features.
+    """
 
     def __init__(self, loaded: LoadedModel, inputs: EncoderInputPreparer, contexts: Contexts, size: BatchSize) -> None:
-        """``size``: the largest batch of inputs that a step computes."""
         self._loaded, self._inputs, self._contexts, self._size = loaded, inputs, contexts, size
         facts = loaded.config.encoder_facts
         assert facts is not None
@@ -46,7 +49,6 @@ class ContextEncoder:
         self._forward: Forward | None = None
 
     def capture(self, caches: list[LayerCache]) -> None:
-        """Prepares the encoder for steps; ``caches`` are those of the decoder's layers."""
         loaded, workspace, features = weakref.proxy(self._loaded), self._workspace, self._features
 
         def forward(batch: ForwardBatch) -> ForwardOutput:
@@ -56,15 +58,10 @@ class ContextEncoder:
         self._forward = self._loaded.kernels.capture(forward, self._size)
 
     def release(self) -> None:
-        """Forgets what was prepared; ``capture`` must follow."""
         self._forward = None
 
     def encode(self, contexts: Sequence[NewContext]) -> None:
-        """Computes the inputs of new contexts, and writes keys and values to their blocks.
-
-        Raises:
-            RuntimeError: an input is not prepared.
-        """
+        """Computes new contexts, whose inputs must be prepared."""
         assert self._forward is not None
         contexts = sorted(contexts, key=lambda context: context.num_tokens > 1)  # as kernels want them
         rows = [self._inputs.find(context.encode) for context in contexts if context.encode is not None]
@@ -94,37 +91,27 @@ class ContextEncoder:
         both = np.stack([padded, workspace])
         sequence = np.repeat(np.arange(len(lens)), lens)
         slots = both[:, sequence, positions // size].astype(np.int64) * size + positions % size
-        return FlatInputs(
-            arrays={
-                "token_ids": ids,
-                "positions": positions,
-                "token_types": np.zeros(count, np.int64),
-                "slot_mapping": np.ascontiguousarray(slots),
-                "sampled_rows": np.zeros(0, np.int64),
-                "query_start_loc": offsets.astype(np.int32),
-                "seq_lens": lens.astype(np.int32),
-                "block_tables": both,
-                "adapters": np.full(count, -1, np.int32),
-                "sees_until": np.full(count, -1, np.int32),
-                **NO_CONTEXTS,
-                "rotary_positions": NO_ROTARY_POSITIONS,
-            },
-            num_decodes=int((lens == 1).sum()),
-            max_seq_len=int(lens.max()),
-            all_sampled=False,
-            has_adapters=False,
+        arrays = flat_arrays(
+            count,
+            token_ids=ids,
+            positions=positions,
+            slot_mapping=np.ascontiguousarray(slots),
+            sampled_rows=np.zeros(0, np.int64),
+            query_start_loc=offsets.astype(np.int32),
+            seq_lens=lens.astype(np.int32),
+            block_tables=both,
         )
+        num_decodes = int((lens == 1).sum())
+        return FlatInputs(arrays, num_decodes, max_seq_len=int(lens.max()), all_sampled=False, has_adapters=False)
 
 
-# Weights of cross attention: where in an encoder's input a decoder's tokens look.
+# --- cross-attention weights (word timestamps of speech) --------------------------------------------------------------
 
 Caches = list[LayerCache]
 
 
 @dataclass(slots=True)
 class _Aligned:
-    """A sequence whose weights are asked for."""
-
     heads: list[tuple[int, int]]
     num_tokens: int
     #: float32 [heads, tokens, positions] of each step so far.
@@ -132,12 +119,12 @@ class _Aligned:
 
 
 class Alignment:
-    """Owns the weights of held sequences that ask for them.
+    """Computes cross-attention weights for the sequences that request them.
 
-    Attention kernels show no weights: they sum values with them. Of values that are unit vectors that sum is the
-    weights themselves, of as many positions as a head has numbers. So the layers are computed once more beside the
-    recorded step, and in the layers that are asked for, attention over copies of the context's keys and such values,
-    one range of positions after another. The bits do not depend on what else is in a step, as those of the kernels.
+    Attention kernels return no weights, but sums of values. If the values are unit vectors, the sum is the weights
+    themselves, of as many positions as a head has numbers. So the layers are computed once more beside the captured
+    step; in the requested layers, attention runs over copies of the context's keys with such values, one range of
+    positions after another. Like the kernels, it is batch-invariant.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -145,11 +132,6 @@ class Alignment:
         self._held: dict[int, _Aligned] = {}
 
     def add(self, sequence: NewSequence) -> None:
-        """A sequence is held from now on; nothing is done for one that does not ask.
-
-        Raises:
-            ConfigError: a part of its prompt is computed, and its weights are lost.
-        """
         task = sequence.task
         if not isinstance(task, Generate) or not task.alignment_heads:
             return
@@ -158,13 +140,12 @@ class Alignment:
         self._held[sequence.seq_id] = _Aligned(task.alignment_heads, sequence.num_prompt_tokens)
 
     def forget(self, seq_id: int) -> None:
-        """A sequence is held no more."""
         self._held.pop(seq_id, None)
 
     def compute(self, inputs: StepInputs, batch: ForwardBatch, step: QueuedStep, caches: Callable[[], Caches]) -> None:
-        """Takes the weights of what the step has computed, and gives those of prompts that end.
+        """Takes the weights of the step's tokens; adds those of complete prompts to ``step``.
 
-        ``caches``: those of the network's layers; what is written to them again has the same bits.
+        ``caches``: of the network's layers; they are written again, with the same bits.
         """
         if not self._held:
             return
@@ -175,7 +156,7 @@ class Alignment:
         reader = _WeightReader(self._loaded, inputs, batch, layers, places)
         network.forward_layers(network.embed(batch.token_ids), batch, layers, reader)
         for i, held in places.items():
-            held.parts.append(np.stack([reader.found[i, layer][head] for layer, head in held.heads]))
+            held.parts.append(np.stack([reader.weights[i, layer][head] for layer, head in held.heads]))
             if inputs.ends[i] < held.num_tokens:
                 continue
             weights, seq_id = np.concatenate(held.parts, axis=1), inputs.seq_ids[i]
@@ -185,47 +166,41 @@ class Alignment:
                 step.failed[seq_id] = "the attention weights are not finite (NaN or infinite)"
 
 
+@dataclass(slots=True)
 class _WeightReader:
-    """Computes the weights of some sequences of a step, as a ``ResidualReader``."""
+    """Computes the weights of some sequences of a step. A ``ResidualReader``."""
 
-    def __init__(
-        self, loaded: LoadedModel, inputs: StepInputs, batch: ForwardBatch, caches: Caches, places: dict[int, _Aligned]
-    ) -> None:
-        """``places``: which sequences of the step."""
-        self._loaded, self._inputs, self._batch = loaded, inputs, batch
-        self._caches, self._places = caches, places
-        #: By place and layer: float32 [heads, tokens of the step, positions].
-        self.found: dict[tuple[int, int], NDArray[np.float32]] = {}
+    loaded: LoadedModel
+    inputs: StepInputs
+    batch: ForwardBatch
+    caches: Caches
+    #: By index of the sequence in the step.
+    places: dict[int, _Aligned]
+    #: By index and layer: float32 [heads, tokens of the step, positions].
+    weights: dict[tuple[int, int], NDArray[np.float32]] = field(default_factory=dict)
 
     def read(self, layer: int, residual: Array) -> None:
-        """See ``ResidualReader``."""
-        wanted = [i for i, held in self._places.items() if any(layer == asked for asked, _ in held.heads)]
-        if not wanted:
+        indices = [i for i, held in self.places.items() if any(layer == requested for requested, _ in held.heads)]
+        if not indices:
             return
-        loaded, arrays = self._loaded, self._inputs.arrays
+        loaded, arrays = self.loaded, self.inputs.arrays
         # A copy: the network goes on with the stream, and the layer's sums may reuse its memory.
         stream = loaded.kernels.array(loaded.kernels.to_numpy(residual))
-        queries = loaded.network.cross_queries(layer, stream, self._caches[layer], self._batch)
+        queries = loaded.network.cross_queries(layer, stream, self.caches[layer], self.batch)
         offsets = arrays["query_start_loc"].tolist()
-        for i in wanted:
+        for i in indices:
             rows = replace(queries, values=queries.values[offsets[i] : offsets[i + 1]])
             length = int(arrays["cross_lens"][i])
             table = arrays["cross_tables"][i]
-            self.found[i, layer] = attention_weights(loaded, layer, rows, self._caches[layer], table, length)
+            self.weights[i, layer] = attention_weights(loaded, layer, rows, self.caches[layer], table, length)
 
 
 def attention_weights(
     loaded: LoadedModel, layer: int, queries: CrossQueries, cache: LayerCache, table: NDArray[np.int32], length: int
 ) -> NDArray[np.float32]:
-    """The weights of a layer over one context, of all heads of all ranks: float32 [heads, tokens, length].
+    """The weights of a layer over one context of ``length`` positions: float32 [heads of all ranks, tokens, length].
 
-    Args:
-        loaded: the model.
-        layer: whose they are.
-        queries: of the tokens.
-        cache: of the layer.
-        table: blocks of the context.
-        length: its positions.
+    ``table``: blocks of the context.
     """
     kernels, size = loaded.kernels, loaded.options.block_size
     tokens, _, width = queries.values.shape
@@ -251,14 +226,17 @@ def attention_weights(
     return out
 
 
-# A tower as it is run beside the steps: one piece of an image after the other, each in parts of milliseconds.
+# --- images -----------------------------------------------------------------------------------------------------------
 
-#: Rows of the smallest recording; larger pieces have one of twice, four times as many, and so on.
+#: Rows of the smallest captured tower; larger pieces are captured with twice as many, four times, and so on.
 _LEAST_ROWS = 64
 
 
 class TowerRunner:
-    """Owns the recorded tower, its workspace and the memory of its rows, for pieces of up to a size that grows."""
+    """Runs a vision tower between steps, one piece of an image after the other, each in parts of milliseconds.
+
+    Owns the captured tower, its workspace and the memory of its rows, for the largest piece so far.
+    """
 
     def __init__(self, tower: Tower, device: Device, kernels: Kernels, block_size: int) -> None:
         self._tower, self._device, self._kernels, self._block_size = tower, device, kernels, block_size
@@ -267,7 +245,6 @@ class TowerRunner:
         self._forward: PartedForward | None = None
 
     def begin(self, piece: TowerInput) -> None:
-        """A new piece, in place of one that is not finished."""
         size = self._size
         if len(piece.rows) > size.tokens or len(piece.segments) > size.sequences or self._forward is None:
             self._forward = self._capture(piece)
@@ -276,7 +253,7 @@ class TowerRunner:
         self._forward.begin(self._device.to_device(self._flatten(piece), ()))
 
     def advance(self, seconds: float) -> np.ndarray | None:
-        """Computes about so many seconds; float32 [N, E], the features of the piece, once they are there."""
+        """Computes for about ``seconds``; the piece's features, float32 [N, E], when they are complete."""
         assert self._forward is not None
         output = self._forward.advance(seconds)
         if output is None:
@@ -298,7 +275,7 @@ class TowerRunner:
 
         def forward(batch: ForwardBatch) -> ForwardOutput:
             features = tower.features(values[: len(batch.token_ids)], batch, caches)
-            return ForwardOutput(features, features)  # as what sampled rows have
+            return ForwardOutput(features, features)  # logits are the part of the output that the caller gets
 
         return self._kernels.capture_parts(forward, self._size)
 
@@ -308,7 +285,6 @@ class TowerRunner:
         return cache
 
     def _flatten(self, piece: TowerInput) -> FlatInputs:
-        """The batch of a piece, as ``Tower`` says."""
         size, count, lens = self._block_size, len(piece.rows), np.array(piece.segments, np.int64)
         blocks = -(-lens // size)
         first = np.cumsum(blocks) - blocks
@@ -320,60 +296,48 @@ class TowerRunner:
         offsets = np.zeros(len(lens) + 1, np.int64)
         np.cumsum(lens, out=offsets[1:])
         within = np.arange(count) - np.repeat(offsets[:-1], lens)
-        arrays = {
-            "token_ids": np.zeros(count, np.int64),
-            "positions": piece.positions,
-            "token_types": np.zeros(count, np.int64),
-            "slot_mapping": np.stack([np.repeat(first * size, lens) + within, np.arange(count)]),
-            "sampled_rows": piece.feature_rows,
-            "query_start_loc": offsets.astype(np.int32),
-            "seq_lens": lens.astype(np.int32),
-            "block_tables": tables,
-            "adapters": np.full(count, -1, np.int32),
-            "sees_until": np.full(count, -1, np.int32),
-            "rotary_positions": NO_ROTARY_POSITIONS if piece.rotary_positions is None else piece.rotary_positions,
-            "cross_lens": np.full(len(lens), count, np.int32),
-            "cross_tables": np.broadcast_to(whole, (len(lens), len(whole))).copy(),
-        }
-        return FlatInputs(
-            arrays=arrays,
-            num_decodes=0,
-            max_seq_len=int(lens.max()),
-            all_sampled=False,
-            has_adapters=False,
+        arrays = flat_arrays(
+            count,
+            token_ids=np.zeros(count, np.int64),
+            positions=piece.positions,
+            slot_mapping=np.stack([np.repeat(first * size, lens) + within, np.arange(count)]),
+            sampled_rows=piece.feature_rows,
+            query_start_loc=offsets.astype(np.int32),
+            seq_lens=lens.astype(np.int32),
+            block_tables=tables,
+            cross_lens=np.full(len(lens), count, np.int32),
+            cross_tables=np.broadcast_to(whole, (len(lens), len(whole))).copy(),
         )
-
-
-# Features of images: what the tower makes of them beside the steps, kept on the host, and written into prompts.
+        if piece.rotary_positions is not None:
+            arrays["rotary_positions"] = piece.rotary_positions
+        return FlatInputs(arrays, 0, max_seq_len=int(lens.max()), all_sampled=False, has_adapters=False)
 
 
 @dataclass
 class _Job:
-    """An image whose pieces are computed one after the other."""
-
     key: str
     pieces: deque[TowerInput]
     features: list[np.ndarray] = field(default_factory=list)
 
 
 class ImagePreparer(Preparer):
-    """Owns the features of this worker's images: float32 [features, E] each. A stage without tower keeps nothing."""
+    """Computes and keeps the features of images: float32 [features, E] each; nothing on a stage without tower."""
 
     computes = True
 
     def __init__(self, context: PreparerContext) -> None:
-        # Not the context, which has the network.
+        super().__init__()
+        # The context would keep the network alive.
         self._device, self._kernels = context.device, context.layers.kernels
         self._options, self._config = context.options, context.config
         self._network: Network | None = context.network
-        self._features: dict[str, np.ndarray] = {}
         self._jobs: deque[_Job] = deque()
         self._runner: TowerRunner | None = None
-        #: Whether the first job's first piece is under way.
+        #: Whether the runner has begun the first job's first piece.
         self._has_begun = False
 
     def reserved_bytes(self, free: int) -> int:
-        """See ``Preparer``: about what the tower takes for the largest piece, and the features that are kept."""
+        """About the memory of the tower for the largest piece, and that of ``image_cache_bytes`` of features."""
         assert self._network is not None
         tower, options = self._network.tower, self._options
         if tower is None:
@@ -382,26 +346,26 @@ class ImagePreparer(Preparer):
         if tower.max_rows is not None:
             rows = min(rows, tower.max_rows)
         width = tower.workspace.num_kv_heads * tower.workspace.head_dim
-        # Stream, norm, queries, keys, values, what attention gives and a feed-forward network of four times the width.
+        # Stream, norm, queries, keys, values, attention's output, and a feed-forward network of four times the width.
         return 4 * rows * (tower.row_width + 14 * width) + options.image_cache_bytes
 
     def prepare(self, payload: bytes) -> list[TowerInput]:
-        """See ``Preparer``; the payload is an ``ImageInput``."""
         assert self._network is not None
         tower = self._network.tower
         return [] if tower is None else tower.prepare(ImageInput.decode(payload))
 
-    def keep(self, key: str, thing: list[TowerInput]) -> None:
-        """See ``Preparer``: what was prepared is to be computed."""
-        self._jobs.append(_Job(key, deque(thing)))
+    def keep(self, key: str, resource: list[TowerInput]) -> None:
+        self._jobs.append(_Job(key, deque(resource)))
 
     def compute(self, seconds: float) -> str | None:
-        """See ``Preparer``."""
         if not self._jobs:
             return None
         job = self._jobs[0]
         if job.pieces:
-            runner = self._tower_runner()
+            if self._runner is None:
+                assert self._network is not None and self._network.tower is not None
+                self._runner = TowerRunner(self._network.tower, self._device, self._kernels, self._options.block_size)
+            runner = self._runner
             if not self._has_begun:
                 runner.begin(job.pieces[0])
                 self._has_begun = True
@@ -414,72 +378,53 @@ class ImagePreparer(Preparer):
         if job.pieces:
             return None
         self._jobs.popleft()
-        self._features[job.key] = np.concatenate(job.features) if job.features else np.zeros((0, 0), np.float32)
+        self._resources[job.key] = np.concatenate(job.features) if job.features else np.zeros((0, 0), np.float32)
         return job.key
 
     def drop(self, key: str) -> None:
-        """See ``Preparer``."""
-        if self._features.pop(key, None) is None:
+        if self._resources.pop(key, None) is None:
             self._has_begun = self._has_begun and self._jobs[0].key != key
             self._jobs = deque(job for job in self._jobs if job.key != key)
 
     def find(self, key: str) -> np.ndarray:
-        """Features of an image.
-
-        Raises:
-            RuntimeError: they were not computed, or dropped since.
-        """
-        if key not in self._features:
+        if key not in self._resources:
             raise RuntimeError(f"the features of {key} are not there")
-        return self._features[key]
-
-    def _tower_runner(self) -> TowerRunner:
-        if self._runner is None:
-            assert self._network is not None and self._network.tower is not None
-            self._runner = TowerRunner(self._network.tower, self._device, self._kernels, self._options.block_size)
-        return self._runner
+        features: np.ndarray = self._resources[key]
+        return features
 
     def release(self) -> None:
-        """Forgets what was recorded, as weights may move; a piece that is under way begins anew."""
+        """Drops the captured tower, as weights may move; a piece that has begun starts again."""
         self._runner, self._has_begun = None, False
 
     def detach(self) -> None:
-        """See ``Preparer``."""
         self.release()
         self._network = None
 
     def attach(self, network: Network) -> None:
-        """See ``Preparer``."""
         self._network = network
 
 
-# The tokens of a step that stand for features of images: their embeddings, and what they see.
-
-
 class ImageTokens:
-    """Knows which tokens of the worker's sequences stand for features.
+    """Embeds the tokens that stand for image features.
 
-    In a step their embeddings are rows of the table of virtual tokens, which are written for it, and their ids are
-    those of these rows.
+    Each step writes the features into rows of the table of virtual tokens, and gives the tokens the ids of these rows.
     """
 
     def __init__(self, images: ImagePreparer, vocab_size: int, first_row: int) -> None:
-        """``first_row``: of as many virtual tokens as a step may have tokens."""
+        """``first_row``: of the virtual tokens that are reserved for images."""
         self._images, self._vocab_size, self._first_row = images, vocab_size, first_row
-        #: By sequence id; in the order of their offsets.
+        #: By sequence id, in the order of offsets.
         self._features: dict[int, list[Feature]] = {}
 
     def add(self, sequence: NewSequence) -> None:
-        """A new sequence."""
         if sequence.features:
             self._features[sequence.seq_id] = sequence.features
 
     def forget(self, seq_id: int) -> None:
-        """A sequence has left the worker."""
         self._features.pop(seq_id, None)
 
     def write(self, inputs: StepInputs, network: Network) -> None:
-        """Writes the features of a step's tokens, and says where they are."""
+        """Writes the features of a step's tokens; changes ``inputs`` to use them."""
         if not self._features:
             return
         ids, sees_until = inputs.arrays["token_ids"], inputs.arrays["sees_until"]

@@ -1,4 +1,4 @@
-"""Vectors and scores, made of the hidden states of prompts."""
+"""``Pooling``: embeddings and scores from the hidden states of prompts (vLLM's Pooler)."""
 
 from __future__ import annotations
 
@@ -24,52 +24,125 @@ if TYPE_CHECKING:
     from octavo.runner.model_runner import QueuedStep
 
 
-# What follows the pooling of hidden states: matrices, class scores, lengths of vectors, probabilities.
+Caches = list[LayerCache]
 
 #: Tokens whose class scores are computed at once.
 _ROWS = 1024
-#: Activations that products do themselves.
+#: Activations that kernels fuse with the product.
 _FUSED = ("relu", "gelu")
 
 
-class _Dense(NamedTuple):
-    """A matrix after the pooling, and what its input is multiplied with before it is added."""
+@dataclass(slots=True)
+class _Pooled:
+    task: Pool
+    num_tokens: int
+    #: A row, or the sum or maximum of the rows so far; for tasks by token, all rows so far.
+    rows: NDArray[np.float32] | None = None
 
-    config: DenseConfig
-    matrix: PackedWeight
-    residual: PackedWeight | None
 
+class Pooling:
+    """Pools the prompts of the worker's sequences, step by step.
 
-class PoolingHead:
-    """Makes results of pooled hidden states. Owns the matrices after the pooling; products are the backend's.
-
-    What is done row by row is done for each alone, so that results do not depend on their company.
+    A vector depends neither on the rest of a step nor on how its prompt is cut into steps: the rows of a prompt are
+    added one by one, in order, and all later reductions run row by row. Owns the matrices after the pooling.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
-        """Reads the matrices.
-
-        Raises:
-            WeightError: their files are missing or wrong.
-        """
         self._loaded, self._kernels, self._config = loaded, loaded.kernels, loaded.config.pooler
-        self._dense = [self._read(dense) for dense in self._config.dense]
+        self._held: dict[int, _Pooled] = {}
+        self._dense: list[_Dense] = []
+        for dense in self._config.dense:
+            from octavo.loader.weights import read_dense  # few models have such matrices
 
-    def _read(self, dense: DenseConfig) -> _Dense:
-        from octavo.loader.weights import read_dense  # few models have such matrices
+            matrix, bias, residual = read_dense(loaded.folder, dense)
+            packed = self._kernels.pack([matrix], bias, dtype=DType.FLOAT32)
+            added = None if residual is None else self._kernels.pack([residual], None, dtype=DType.FLOAT32)
+            self._dense.append(_Dense(dense, packed, added))
 
-        matrix, bias, residual = read_dense(self._loaded.folder, dense)
-        added = None if residual is None else self._kernels.pack([residual], None, dtype=DType.FLOAT32)
-        return _Dense(dense, self._kernels.pack([matrix], bias, dtype=DType.FLOAT32), added)
+    def add(self, sequence: NewSequence) -> None:
+        if not isinstance(sequence.task, Pool):
+            return
+        if sequence.num_computed and sequence.task.needs_all_tokens:
+            raise ConfigError(f"a vector needs all tokens, but {sequence.num_computed} are computed already")
+        self._held[sequence.seq_id] = _Pooled(sequence.task, sequence.num_prompt_tokens)
 
-    def finish(self, pooled: Sequence[tuple[Pool, NDArray[np.float32] | None]]) -> list[NDArray[np.float32]]:
-        """The results of requests, each of its pooled row [E], or of its rows [n, E]: float32 [D] or [n, D]."""
+    def forget(self, seq_id: int) -> None:
+        self._held.pop(seq_id, None)
+
+    def compute(
+        self, inputs: StepInputs, batch: ForwardBatch, hidden: Array, step: QueuedStep, caches: Callable[[], Caches]
+    ) -> None:
+        """Pools the step's ``hidden`` [T, E]; adds the results of complete prompts to ``step``."""
+        if not self._held:
+            return
+        values: NDArray[np.float32] | None = None
+        offsets = inputs.arrays["query_start_loc"].tolist()
+        ended: list[tuple[int, _Pooled]] = []
+        for i, seq_id in enumerate(inputs.seq_ids):
+            pooled = self._held.get(seq_id)
+            if pooled is None:
+                continue
+            if values is None:
+                values = self._kernels.to_numpy(hidden)
+            self._take(pooled, values[offsets[i] : offsets[i + 1]], int(inputs.starts[i]))
+            if inputs.ends[i] >= pooled.num_tokens:
+                ended.append((seq_id, pooled))
+        if ended:
+            results = self._finish([(pooled.task, pooled.rows) for _, pooled in ended])
+            for (seq_id, _), result in zip(ended, results, strict=True):
+                if np.isfinite(result).all():
+                    step.pooled[seq_id] = result
+                else:
+                    step.failed[seq_id] = self._explain(inputs, batch, seq_id, caches())
+
+    def _take(self, pooled: _Pooled, rows: NDArray[np.float32], start: int) -> None:
+        task = pooled.task
+        skipped = max(0, task.first - start)
+        rows = rows[skipped:]
+        if not len(rows):
+            return
+        first, last = start + skipped, start + skipped + len(rows)
+        if task.is_by_token:
+            pooled.rows = _appended(pooled.rows, rows.astype(np.float32))
+            return
+        kind = task.kind
+        if kind == "cls":
+            if first == task.first:
+                pooled.rows = rows[0].astype(np.float32)
+        elif kind == "last":
+            if last == pooled.num_tokens:
+                pooled.rows = rows[-1].astype(np.float32)
+        elif kind == "max":
+            pooled.rows = np.maximum.reduce(_appended(pooled.rows, rows.astype(np.float32)), axis=0)
+        else:
+            rows = rows.astype(np.float32, copy=False)
+            if kind == "weighted_mean":
+                rows = rows * np.arange(first + 1, last + 1, dtype=np.float32)[:, None]
+            total = np.add.reduce(rows if pooled.rows is None else _appended(pooled.rows, rows), axis=0)
+            pooled.rows = total if last < pooled.num_tokens else total / _divisor(kind, task.first, last)
+
+    def _explain(self, inputs: StepInputs, batch: ForwardBatch, seq_id: int, caches: Caches) -> str:
+        index = inputs.seq_ids.index(seq_id)
+        first, last = inputs.arrays["query_start_loc"][index : index + 2].tolist()
+        reader = FiniteReader(self._kernels, slice(first, last))
+        network = self._loaded.network
+        if self._loaded.ranks.incoming is None:
+            network.forward_layers(network.embed(batch.token_ids), batch, caches, reader)
+        place = "after the last layer"
+        if reader.first is not None:  # the residual stream before layer 0 is the embedding
+            place = f"in layer {reader.first - 1}" if reader.first else "in the embedding"
+        return f"the result is not finite (NaN or infinite), first {place}"
+
+    def _finish(self, pooled: Sequence[tuple[Pool, NDArray[np.float32] | None]]) -> list[NDArray[np.float32]]:
+        """The result of each request from its pooled row [E], or from its rows [n, E]: float32 [D] or [n, D]."""
         results: list[NDArray[np.float32] | None] = [None] * len(pooled)
         by_task: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for index, (task, _) in enumerate(pooled):
             by_task.setdefault((task.name, tuple(task.answer_ids)), []).append(index)
         for (name, answers), members in by_task.items():
-            blocks = [self._rows_of(pooled[index][1]) for index in members]
+            # Zeros where no token of the prompt is pooled.
+            nothing = np.zeros((1, self._loaded.config.hidden_size), np.float32)
+            blocks = [nothing if (r := pooled[index][1]) is None else np.atleast_2d(r) for index in members]
             sizes = np.cumsum([0, *map(len, blocks)])
             values = self._project(np.concatenate(blocks), name, answers)
             for place, index in enumerate(members):
@@ -78,12 +151,8 @@ class PoolingHead:
                 results[index] = rows if task.is_by_token else rows[0]
         return [result for result in results if result is not None]
 
-    def _rows_of(self, rows: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        """Rows [n, E]; zero where no token of the prompt is pooled."""
-        return np.zeros((1, self._loaded.config.hidden_size), np.float32) if rows is None else np.atleast_2d(rows)
-
     def _project(self, rows: NDArray[np.float32], task: str, answers: tuple[int, ...]) -> NDArray[np.float32]:
-        """Rows [n, E] to vectors or scores [n, D], before what makes vectors of length 1 or probabilities of them."""
+        """Rows [n, E] to vectors or scores [n, D], before normalization and activation."""
         if task in ("embed", "token_embed"):
             for dense in self._dense:
                 rows = self._apply(dense, rows)
@@ -99,7 +168,6 @@ class PoolingHead:
         return np.concatenate(parts)
 
     def _apply(self, dense: _Dense, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Rows [n, inputs] to [n, outputs]."""
         config = dense.config
         fused: Any = config.activation if config.activation in _FUSED else None
         if config.normalizes:
@@ -116,37 +184,47 @@ class PoolingHead:
         return self._kernels.to_numpy(x).astype(np.float32, copy=True)
 
     def _activate(self, row: NDArray[np.float32], task: Pool) -> NDArray[np.float32]:
-        """A row [D] as its request wants it: cut, of length 1, or probabilities."""
+        """Truncates, normalizes or activates a row [D] as its request asks."""
         params = task.params
         if task.name in ("embed", "token_embed"):
             row = row[: params.dimensions]
-            wanted = self._config.normalize if params.use_activation is None else params.use_activation
-            if not wanted:
-                return row
-            return _normalized(row)
+            normalize = self._config.normalize if params.use_activation is None else params.use_activation
+            return _normalized(row) if normalize else row
         if task.answer_ids:
             return activated(row, "softmax")[-1:] if params.use_activation is not False else row[-1:] - row[:1]
         return row if params.use_activation is False else activated(row, self._config.activation)
 
 
+def _appended(before: NDArray[np.float32] | None, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    return rows if before is None else np.concatenate([np.atleast_2d(before), rows])
+
+
+def _divisor(kind: str, first: int, last: int) -> np.float32:
+    count = last - first
+    if kind == "weighted_mean":  # SGPT (Muennighoff 2022): weights 1, 2, ... of the positions
+        return np.float32((first + 1 + last) * count / 2)
+    return np.float32(np.sqrt(count) if kind == "sqrt_mean" else count)
+
+
+class _Dense(NamedTuple):
+    """A matrix after the pooling; ``residual`` projects its input, which is added to the product."""
+
+    config: DenseConfig
+    matrix: PackedWeight
+    residual: PackedWeight | None
+
+
 class FiniteReader:
-    """Finds the first layer after which the residual stream is not finite in some rows, as a ``ResidualReader``."""
+    """Finds the first layer after which some rows of the residual stream are not finite. A ``ResidualReader``."""
 
     def __init__(self, kernels: Kernels, rows: slice) -> None:
         self._kernels, self._rows = kernels, rows
         self.first: int | None = None
 
     def read(self, layer: int, residual: Array) -> None:
-        """See ``ResidualReader``."""
         values = self._kernels.to_numpy(residual)[self._rows]
         if self.first is None and not np.isfinite(values.astype(np.float32)).all():
             self.first = layer
-
-    def describe(self) -> str:
-        """Where in words: the stream before layer 0 is the embedding."""
-        if self.first is None:
-            return "after the last layer"
-        return "in the embedding" if self.first == 0 else f"in layer {self.first - 1}"
 
 
 def _normalized(row: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -168,7 +246,7 @@ def _gelu(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(x * (1 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2))) / 2)
 
 
-#: As torch.nn has them, with the default values of their parameters; softmax and softmin along the last axis.
+#: Those of torch.nn, with its default parameters; softmax and softmin along the last axis.
 _FUNCTIONS: dict[PoolerActivation, Callable[[NDArray[np.float32]], Any]] = {
     "identity": lambda x: x,
     "tanh": np.tanh,
@@ -197,126 +275,4 @@ _FUNCTIONS: dict[PoolerActivation, Callable[[NDArray[np.float32]], Any]] = {
 
 
 def activated(values: NDArray[np.float32], activation: PoolerActivation) -> NDArray[np.float32]:
-    """Numbers [..., D] after an activation: class scores as probabilities, for example."""
     return np.asarray(_FUNCTIONS[activation](values), np.float32)
-
-
-Caches = list[LayerCache]
-
-
-@dataclass(slots=True)
-class _Pooled:
-    """A sequence whose prompt is pooled."""
-
-    task: Pool
-    num_tokens: int
-    #: What is known of its vector: a row, or a sum or the largest of rows so far; of tasks by token, all rows so far.
-    rows: NDArray[np.float32] | None = None
-
-
-class Pooling:
-    """Owns what is known of the vectors of held sequences.
-
-    A vector does not depend on what else is in a step, nor on how its prompt is cut into steps: the rows of a prompt
-    are added in their order, each to the sum of those before it.
-    """
-
-    def __init__(self, loaded: LoadedModel) -> None:
-        """Reads the matrices that follow the pooling, if the model has any."""
-        self._loaded, self._kernels = loaded, loaded.kernels
-        self._head = PoolingHead(loaded)
-        self._held: dict[int, _Pooled] = {}
-
-    def add(self, sequence: NewSequence) -> None:
-        """A sequence is held from now on; nothing is done for one that is not pooled.
-
-        Raises:
-            ConfigError: a part of its prompt is computed, and its hidden states are lost.
-        """
-        if not isinstance(sequence.task, Pool):
-            return
-        if sequence.num_computed and sequence.task.needs_all_tokens:
-            raise ConfigError(f"a vector needs all tokens, but {sequence.num_computed} are computed already")
-        self._held[sequence.seq_id] = _Pooled(sequence.task, sequence.num_prompt_tokens)
-
-    def forget(self, seq_id: int) -> None:
-        """A sequence is held no more."""
-        self._held.pop(seq_id, None)
-
-    def compute(
-        self, inputs: StepInputs, batch: ForwardBatch, hidden: Array, step: QueuedStep, caches: Callable[[], Caches]
-    ) -> None:
-        """Takes what the step has computed of pooled prompts, hidden [T, E], and makes vectors of those that end.
-
-        ``caches``: those of the network's layers.
-        """
-        if not self._held:
-            return
-        values: NDArray[np.float32] | None = None
-        offsets = inputs.arrays["query_start_loc"].tolist()
-        ended: list[tuple[int, _Pooled]] = []
-        for i, seq_id in enumerate(inputs.seq_ids):
-            pooled = self._held.get(seq_id)
-            if pooled is None:
-                continue
-            if values is None:
-                values = self._kernels.to_numpy(hidden)
-            self._take(pooled, values[offsets[i] : offsets[i + 1]], int(inputs.starts[i]))
-            if inputs.ends[i] >= pooled.num_tokens:
-                ended.append((seq_id, pooled))
-        if ended:
-            results = self._head.finish([(pooled.task, pooled.rows) for _, pooled in ended])
-            for (seq_id, _), result in zip(ended, results, strict=True):
-                if np.isfinite(result).all():
-                    step.pooled[seq_id] = result
-                else:
-                    step.failed[seq_id] = self._explain(inputs, batch, seq_id, caches())
-
-    def _take(self, pooled: _Pooled, rows: NDArray[np.float32], start: int) -> None:
-        """Adds the hidden states of the positions from ``start`` on."""
-        task = pooled.task
-        skipped = max(0, task.first - start)
-        rows = rows[skipped:]
-        if not len(rows):
-            return
-        first, last = start + skipped, start + skipped + len(rows)
-        if task.is_by_token:
-            pooled.rows = _appended(pooled.rows, rows.astype(np.float32))
-            return
-        kind = task.kind
-        if kind == "cls":
-            if first == task.first:
-                pooled.rows = rows[0].astype(np.float32)
-        elif kind == "last":
-            if last == pooled.num_tokens:
-                pooled.rows = rows[-1].astype(np.float32)
-        elif kind == "max":
-            pooled.rows = np.maximum.reduce(_appended(pooled.rows, rows.astype(np.float32)), axis=0)
-        else:
-            rows = rows.astype(np.float32, copy=False)
-            if kind == "weighted_mean":
-                rows = rows * np.arange(first + 1, last + 1, dtype=np.float32)[:, None]
-            total = np.add.reduce(rows if pooled.rows is None else _appended(pooled.rows, rows), axis=0)
-            pooled.rows = total if last < pooled.num_tokens else total / _divisor(kind, task.first, last)
-
-    def _explain(self, inputs: StepInputs, batch: ForwardBatch, seq_id: int, caches: Caches) -> str:
-        """Why a result is not finite: the first layer whose output is not, found by computing the step again."""
-        place = inputs.seq_ids.index(seq_id)
-        offsets = inputs.arrays["query_start_loc"]
-        reader = FiniteReader(self._kernels, slice(int(offsets[place]), int(offsets[place + 1])))
-        network = self._loaded.network
-        if self._loaded.ranks.incoming is None:
-            network.forward_layers(network.embed(batch.token_ids), batch, caches, reader)
-        return f"the result is not finite (NaN or infinite), first {reader.describe()}"
-
-
-def _appended(before: NDArray[np.float32] | None, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    return rows if before is None else np.concatenate([np.atleast_2d(before), rows])
-
-
-def _divisor(kind: str, first: int, last: int) -> np.float32:
-    """What the sum over the positions from ``first`` to ``last`` is divided by."""
-    count = last - first
-    if kind == "weighted_mean":  # SGPT (Muennighoff 2022): weights 1, 2, ... of the positions
-        return np.float32((first + 1 + last) * count / 2)
-    return np.float32(np.sqrt(count) if kind == "sqrt_mean" else count)

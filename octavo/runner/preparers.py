@@ -1,4 +1,4 @@
-"""What a worker prepares beside its steps, and keeps as the plans say, of every kind of preparation."""
+"""Resources that a worker loads beside its steps and keeps as plans say: grammars, adapters, images, encoder inputs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from octavo.layers.layer import LayerContext
 from octavo.models.network import Network
 from octavo.runner.device import Device
 
-#: Seconds that a step without other work waits for something, after which the scheduler looks for new requests.
+#: Seconds that a step without other work waits for a resource, before the scheduler looks for new requests.
 _WAIT = 0.02
 
 
 @dataclass(frozen=True)
 class PreparerContext:
-    """What preparers know of their worker."""
+    """The worker of a preparer."""
 
     options: EngineConfig
     config: ModelConfig
     folder: Path
     layers: LayerContext
-    #: The worker's share.
     network: Network
     #: Whether this worker samples: in a pipeline, the last stage does.
     samples: bool
@@ -39,101 +38,106 @@ class PreparerContext:
 
 
 class Preparer(ABC):
-    """Prepares the things of one kind on one worker; each is an error of its own if that fails.
+    """Loads the resources of one kind on one worker; a failure is an error of the requests that need the resource.
 
-    ``prepare`` runs in a thread beside the steps: each of its operations is short, or leaves the interpreter to them.
-    All else is called between steps.
+    ``prepare`` runs in a thread beside the steps: each of its operations is short, or releases the interpreter's lock.
+    All other methods are called between steps.
     """
 
-    #: Threads that prepare.
     num_threads = 1
-    #: Whether what is kept has to be computed on the device, between steps, before it can be used.
+    #: Whether ``compute`` completes the resource on the device, between steps.
     computes = False
+
+    def __init__(self) -> None:
+        #: By key.
+        self._resources: dict[str, Any] = {}
 
     @abstractmethod
     def prepare(self, payload: bytes) -> Any:
-        """Makes a thing of a preparation's payload.
+        """Makes the resource from a preparation's payload; ``message`` describes an exception."""
 
-        Raises:
-            Exception: it cannot be made; see ``message``.
-        """
+    def keep(self, key: str, resource: Any) -> None:
+        """Takes a resource that ``prepare`` has made."""
+        self._resources[key] = resource
 
-    @abstractmethod
-    def keep(self, key: str, thing: Any) -> None:
-        """Takes a thing that is prepared."""
-
-    @abstractmethod
     def drop(self, key: str) -> None:
-        """Forgets a thing that it keeps, and empties its slot."""
+        """Frees a resource, and empties its slot."""
+        del self._resources[key]
 
     def compute(self, seconds: float) -> str | None:
-        """Where it ``computes``: goes on with the first thing for about so many seconds; its key, if it is done.
+        """If it ``computes``: works on the first resource for about ``seconds``; the key of a completed resource.
 
         Raises:
-            Exception: the thing cannot be made; ``drop`` follows.
+            Exception: the resource cannot be made; ``drop`` follows.
         """
         raise NotImplementedError(f"{type(self).__name__} computes nothing")
 
     def message(self, payload: bytes, error: Exception) -> str:
-        """Why a thing could not be prepared, for its requests."""
+        """The error message for the requests of a resource that could not be made."""
         return f"{type(error).__name__}: {error}"
 
     def place(self, slot: int, key: str) -> None:
-        """Puts a thing that it keeps into a slot, in place of what is in it."""
+        """Puts a resource into a slot, in place of the one in it."""
         raise RuntimeError(f"{key} needs no slot")
 
     def reserved_bytes(self, free: int) -> int:
-        """Bytes of host memory, of ``free``, that are kept for its things and what makes them.
+        """Bytes of host memory to reserve for resources.
 
         Raises:
-            InsufficientMemoryError: they would be more than there are.
+            InsufficientMemoryError: more than ``free``.
         """
         return 0
 
     def describe(self) -> str:
-        """A line that says at a start how much it keeps; empty: nothing that is worth a line."""
+        """A line about reserved memory for the start's log, if any."""
         return ""
 
     def begin_thread(self) -> None:  # noqa: B027
         """Called first in each thread."""
 
     def detach(self) -> None:  # noqa: B027
-        """Forgets the network, which is to be freed; what it keeps stays in host memory."""
+        """Drops the network, which is to be freed; resources stay in host memory."""
 
     def attach(self, network: Network) -> None:  # noqa: B027
-        """Goes on with a network that was loaded again, with the same weights."""
+        """Uses a network that was loaded again, with the same weights."""
 
 
 class WorkerPreparations:
-    """Obeys the plans: what is prepared, kept, and in which slot, is decided there."""
+    """Prepares, keeps, places and drops resources as plans say."""
 
     def __init__(self, preparers: Mapping[str, Preparer], seconds: float) -> None:
-        """``seconds``: of a step that computes other things, most that are spent on what is prepared."""
+        """``seconds``: limit for ``compute`` in a step with other work."""
         self._preparers, self._seconds = preparers, seconds
-        #: By key: who keeps it.
+        #: By key of the resource.
         self._kept: dict[str, Preparer] = {}
         self._preparing: dict[str, tuple[Preparer, bytes, Future[Any]]] = {}
-        #: By key, in the order in which they are computed.
         self._computing: dict[str, tuple[Preparer, bytes]] = {}
-        # They end their threads when this is no longer referred to.
+        # By kind; their threads end when they are garbage.
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
     def apply(self, plan: StepPlan, result: StepResult) -> None:
-        """Does what the plan says, and adds to the result what is known since the last one.
-
-        Raises:
-            RuntimeError: something is to be placed that is not prepared.
-        """
+        """Carries out the plan's preparations, and reports in the result those that have ended since the last plan."""
         if not (self._preparing or self._computing or plan.prepare or plan.drop or plan.place):
             return
         start = time.perf_counter()
         for key in plan.drop:
-            self._drop(key)
+            if key in self._preparing:
+                self._preparing.pop(key)[2].cancel()
+            if key in self._kept:
+                self._kept.pop(key).drop(key)
+            if key in self._computing:
+                self._computing.pop(key)[0].drop(key)
         for preparation in plan.prepare:
             if preparation.key in self._kept:
                 result.prepared.append(preparation.key)
             elif preparation.key not in self._preparing and preparation.key not in self._computing:
-                self._begin(preparation.kind, preparation.key, preparation.payload)
+                kind, preparer = preparation.kind, self._preparers[preparation.kind]
+                if kind not in self._pools:
+                    self._pools[kind] = ThreadPoolExecutor(
+                        preparer.num_threads, kind, initializer=preparer.begin_thread
+                    )
+                future = self._pools[kind].submit(preparer.prepare, preparation.payload)
+                self._preparing[preparation.key] = preparer, preparation.payload, future
         for slot, key in plan.place:
             if key in self._preparing:
                 self._receive(key, result)
@@ -150,7 +154,6 @@ class WorkerPreparations:
             result.prepare_seconds += time.perf_counter() - start
 
     def _compute(self, result: StepResult, seconds: float) -> None:
-        """Goes on with what is to be computed on the device."""
         end = time.perf_counter() + seconds
         while self._computing and (left := end - time.perf_counter()) > 0:
             key, (preparer, payload) = next(iter(self._computing.items()))
@@ -166,22 +169,8 @@ class WorkerPreparations:
                 self._kept[done] = preparer
                 result.prepared.append(done)
 
-    def _begin(self, kind: str, key: str, payload: bytes) -> None:
-        preparer = self._preparers[kind]
-        if kind not in self._pools:
-            self._pools[kind] = ThreadPoolExecutor(preparer.num_threads, kind, initializer=preparer.begin_thread)
-        self._preparing[key] = preparer, payload, self._pools[kind].submit(preparer.prepare, payload)
-
-    def _drop(self, key: str) -> None:
-        if key in self._preparing:
-            self._preparing.pop(key)[2].cancel()
-        if key in self._kept:
-            self._kept.pop(key).drop(key)
-        if key in self._computing:
-            self._computing.pop(key)[0].drop(key)
-
     def _receive(self, key: str, result: StepResult) -> None:
-        """Takes what has been prepared, or why it has not; waits for it."""
+        """Waits for ``prepare``, and takes its resource or its error."""
         preparer, payload, future = self._preparing.pop(key)
         try:
             preparer.keep(key, future.result())
@@ -197,31 +186,27 @@ class WorkerPreparations:
             result.prepared.append(key)
 
     def reserved_bytes(self, free: int) -> int:
-        """Bytes of host memory, of ``free``, that are kept for all kinds.
-
-        Raises:
-            InsufficientMemoryError: there are not so many.
-        """
+        """Bytes of host memory to reserve for all kinds."""
         return sum(preparer.reserved_bytes(free) for preparer in self._preparers.values())
 
     def describe(self) -> list[str]:
-        """What the kinds have to say of how much they keep."""
+        """The lines of all kinds for the start's log."""
         return [line for preparer in self._preparers.values() if (line := preparer.describe())]
 
     def detach(self) -> None:
-        """Forgets the network, which is to be freed; what is prepared stays in host memory."""
+        """Waits for running ``prepare`` calls, and drops the network, which is to be freed."""
         wait([future for _, _, future in self._preparing.values()])
         for preparer in self._preparers.values():
             preparer.detach()
 
     def attach(self, network: Network) -> None:
-        """Goes on with a network that was loaded again."""
+        """Uses a network that was loaded again, with the same weights."""
         for preparer in self._preparers.values():
             preparer.attach(network)
 
 
 def make_preparers(context: PreparerContext) -> dict[str, Preparer]:
-    """By kind, the preparers of the kinds that are enabled."""
+    """The preparers of the enabled kinds, by kind."""
     preparers: dict[str, Preparer] = {}
     for name in limits_of(context.options):
         module, _, class_name = KINDS[name].preparer.partition(":")

@@ -1,1 +1,1 @@
-"""Sampling: logits processors, the sampler and its outputs."""
+"""Samples tokens: logits processors, masks and the sampler. Read ``sampler.py`` first."""

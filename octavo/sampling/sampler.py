@@ -1,8 +1,7 @@
-"""The sampler: from the logits of one step to tokens and logprobs."""
+"""``Sampler``: from the logits of one step to tokens and logprobs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -26,30 +25,14 @@ from octavo.sampling.logits_processors import (
     RowFailure,
 )
 
-
-class TokenTable:
-    """Token ids of every row of the persistent batch.
-
-    Owns ``ids`` int32 [rows, max_len], ``num_tokens`` int64 [rows] (known tokens: prompt and generated) and
-    ``num_prompt`` int64 [rows]. Invariant: ``num_prompt <= num_tokens <= max_len``; ids past ``num_tokens`` are stale.
-    """
-
-    def __init__(self, rows: int, max_len: int) -> None:
-        self.ids: NDArray[np.int32] = np.zeros((rows, max_len), np.int32)
-        self.num_tokens: NDArray[np.int64] = np.zeros(rows, np.int64)
-        self.num_prompt: NDArray[np.int64] = np.zeros(rows, np.int64)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the table."""
-        return self.ids.shape[0]
+Int64Array = NDArray[np.int64]
 
 
 class Sampler:
     """Samples the next token of each row by the sampling parameters of its request.
 
-    Owns the sampling state of each row of the persistent batch, and reads token ids from the table. Invariant: the
-    result of a row depends bit for bit on its logits, its tokens and its request only, and not on the other rows.
+    Owns the sampling state of each row of the persistent batch, and reads token ids from the table. Batch-invariant:
+    the result of a row depends, bit for bit, on its logits, its tokens and its request alone.
     """
 
     def __init__(
@@ -60,24 +43,21 @@ class Sampler:
         num_threads: int = 1,
         plugins: LogitsPlugins = NO_PLUGINS,
     ) -> None:
-        """State for the rows of ``tokens``; tokens are chosen on the backend's device.
-
-        ``num_threads``: those that compute the masks of grammars. ``plugins``: what ``extra_args`` may ask for.
-        """
+        """``num_threads`` compute the masks of grammars; ``plugins``: logits processors for ``extra_args``."""
         self._plugins = plugins
         self.vocab_size = vocab_size
         self._tokens = tokens
         self._backend = backend
         rows = tokens.num_rows
-        #: Rows that need more than the most likely token; a set, as it is usually empty.
+        #: Rows that need more than the most likely token.
         self._special: set[int] = set()
         self._num_logprobs = np.full(rows, -1, np.int64)
-        #: Of rows whose requests list them: token ids whose logprobs are returned.
+        #: By row: ``logprob_token_ids`` of its request.
         self._listed: dict[int, list[int]] = {}
         self._seeds = np.zeros(rows, np.uint64)
         self._filters = np.zeros(rows, FILTERS)  # temperature 0: greedy
         self._processors: dict[int, LogitsProcessors] = {}
-        #: Rows whose processors read token ids.
+        #: Rows whose processors need token ids.
         self._token_readers: set[int] = set()
         #: Rows whose grammar may force tokens that need not be sampled.
         self._forcing: set[int] = set()
@@ -85,19 +65,13 @@ class Sampler:
         self._grammar_masks = GrammarMasks(vocab_size, num_threads)
 
     def add(self, row: int, sequence: NewSequence, grammar: CompiledGrammar | None = None) -> None:
-        """Adds a sequence at this row: a new one, or one that resumes after preemption with its output tokens.
-
-        ``grammar``: the compiled one of its task, if that has one.
-        """
         self.remove(row)
         task = sequence.task
         if isinstance(task, Beam):
             self._num_logprobs[row] = min(task.num_candidates, self.vocab_size)
             self._special.add(row)
-        elif isinstance(task, Generate):
-            self._add(row, sequence, task, grammar)
-
-    def _add(self, row: int, sequence: NewSequence, task: Generate, grammar: CompiledGrammar | None) -> None:
+        if not isinstance(task, Generate):
+            return
         params = task.params
         random = not params.greedy and params.top_k != 1
         if random:
@@ -111,7 +85,7 @@ class Sampler:
         mask = GrammarMask(grammar, task, num_prompt) if grammar is not None else None
         tokens, vocab_size = sequence.token_ids, self.vocab_size
         self._set_processors(row, LogitsProcessors(task, tokens, num_prompt, vocab_size, mask, self._plugins))
-        # Logprobs are those of logits, which forced tokens have not; sequences of one request sample together.
+        # Forced tokens have no logits, so no logprobs; sequences of one request sample together.
         alone = params.logprobs is None and params.num_sequences == 1
         if mask is not None and alone and self._processors[row].may_force:
             self._forcing.add(row)
@@ -138,7 +112,6 @@ class Sampler:
             self._set_processors(child, self._processors[parent].fork())
 
     def remove(self, row: int) -> None:
-        """Clears the state of the row, if it has any."""
         self._special.discard(row)
         self._token_readers.discard(row)
         self._forcing.discard(row)
@@ -147,22 +120,20 @@ class Sampler:
         self._filters[row] = 0
         self._processors.pop(row, None)
 
-    def needs_tokens(self, rows: NDArray[np.int64]) -> bool:
-        """Whether the ids of all tokens of these rows must be in the table when ``start`` is called.
+    def needs_tokens(self, rows: Int64Array) -> bool:
+        """Whether ``start`` needs the ids of all tokens of these rows in the table, and not only their number.
 
-        True if a row has penalties, bad words of several tokens, a grammar or custom processors. For everything else
-        (minimum tokens, allowed tokens, bias, bad words of one token, filters) the number of tokens suffices.
+        True if a row has penalties, bad words of several tokens, a grammar or custom processors.
         """
         return bool(self._token_readers) and not self._token_readers.isdisjoint(rows.tolist())
 
-    def may_force(self, rows: NDArray[np.int64]) -> bool:
-        """Whether ``forced_tokens`` may find any for these rows."""
+    def may_force(self, rows: Int64Array) -> bool:
         return bool(self._forcing) and not self._forcing.isdisjoint(rows.tolist())
 
     def forced_tokens(self, row: int) -> list[int]:
-        """Tokens that would be sampled next whatever the logits are, as a grammar allows no other.
+        """Tokens that are sampled next whatever the logits are, as a grammar allows no other.
 
-        All tokens of the row must be in the table; these are to be appended, or the row removed.
+        All tokens of the row must be in the table. The caller must append the forced tokens, or remove the row.
         """
         if row not in self._forcing:
             return []
@@ -170,12 +141,10 @@ class Sampler:
         assert grammar is not None
         try:
             return grammar.forced_tokens(self._tokens.ids[row, : self._tokens.num_tokens[row]])
-        except RowError:  # again when the next token is sampled, where it ends the sequence
+        except RowError:  # raised again when the next token is sampled, where it ends the sequence
             return []
 
-    def start(
-        self, logits: Array, rows: NDArray[np.int64], positions: NDArray[np.int64] | None = None
-    ) -> PendingSamplerOutput:
+    def start(self, logits: Array, rows: Int64Array, positions: Int64Array | None = None) -> PendingSamplerOutput:
         """Samples a token for each row; the caller appends it to the table.
 
         Rows may be added, removed and changed before ``wait``: the result stays the same. For rows of which
@@ -183,18 +152,19 @@ class Sampler:
 
         Args:
             logits: [n, vocab_size]; may be changed in place.
-            rows: [n], the row of each. A row may occur several times, with different positions (to verify drafts).
+            rows: [n]. A row may occur several times, with different positions (to verify drafts).
             positions: [n], position of each sampled token in its sequence; by default ``tokens.num_tokens[rows]``.
                 Tokens of the table from ``tokens.num_tokens[row]`` up to the position may be replaced later (drafts).
 
         Raises:
-            RowFailure: a row's processors failed, for another reason than the row's own (``RowError``).
+            RowFailure: a row's processors failed by no fault of its request.
         """
         backend = self._backend
         logits = backend.prepare(logits)
         row_list = rows.tolist()
         if self._special.isdisjoint(row_list):
-            return self._pending(backend.choose_most_likely(logits))
+            tokens = backend.choose_most_likely(logits)
+            return PendingSamplerOutput(tokens, backend.fetch(tokens))
         if positions is None:
             positions = self._tokens.num_tokens[rows]
         keys = noise.keys(self._seeds[rows], positions)
@@ -202,45 +172,32 @@ class Sampler:
         scored = counts >= 0
         if self._processors.keys().isdisjoint(row_list):
             tokens, which = backend.choose(logits, self._filters[rows], keys), np.flatnonzero(scored)
-            return self._pending(tokens, None, self._logprobs(tokens, logits, which, which, counts, rows))
+            logprobs = self._logprobs(tokens, logits, which, which, counts, rows)
+            return PendingSamplerOutput(tokens, backend.fetch(tokens), None, logprobs)
         processed = [i for i, row in enumerate(row_list) if row in self._processors]
         edited = [i for i in processed if scored[i] and not self._processors[row_list[i]].scores_edited]
         changed = np.array(edited, np.int64)
-        # Logprobs are computed from the model's logits: rows that are about to be changed are copied.
+        # Logprobs come from the model's logits: copies of the rows that are about to be changed.
         originals = backend.copy_rows(logits, changed) if len(changed) else logits
         failed, mask = self._process(logits, row_list, positions.tolist(), processed)
         tokens = backend.choose(logits, self._filters[rows], keys, mask)
         scored[edited] = False
         unchanged = np.flatnonzero(scored)
-        found = self._logprobs(tokens, logits, unchanged, unchanged, counts, rows)
-        found += self._logprobs(tokens, originals, np.arange(len(changed)), changed, counts, rows)
-        return self._pending(tokens, failed, found)
+        logprobs = self._logprobs(tokens, logits, unchanged, unchanged, counts, rows)
+        logprobs += self._logprobs(tokens, originals, np.arange(len(changed)), changed, counts, rows)
+        return PendingSamplerOutput(tokens, backend.fetch(tokens), failed, logprobs)
 
-    def _pending(
-        self,
-        tokens: Any,
-        failed: dict[int, str] | None = None,
-        scored: Sequence[tuple[NDArray[np.int64], PendingLogprobs]] = (),
-    ) -> PendingSamplerOutput:
-        return PendingSamplerOutput(tokens, self._backend.fetch(tokens), failed, scored)
+    def draft(self, logits: Array, rows: Int64Array, positions: Int64Array, *, edited: bool = True) -> Int64Array:
+        """Chooses draft tokens [n] as ``start`` would with these logits; waits for the device. Negative: no token.
 
-    def draft(
-        self, logits: Array, rows: NDArray[np.int64], positions: NDArray[np.int64], *, edited: bool = True
-    ) -> NDArray[np.int64]:
-        """Tokens that ``start`` would choose if these were the model's logits: with the rows' own noise.
-
-        As the noise of a position is the same for both, a smaller model's token is the model's more often than one that
-        is drawn independently. Waits for the device.
+        The noise of a position is that of ``start``, so a draft agrees with the model's token more often than one that
+        is drawn independently.
 
         Args:
             logits: [n, vocab_size], of another network; may be changed in place.
-            rows: [n], the row of each. The table must hold the ids of all tokens before each position.
+            rows: [n]. The table must hold the ids of all tokens before each position.
             positions: [n], position of each token in its sequence.
-            edited: whether what requests change in their logits is done to these, too; else there may be fewer than
-                ``vocab_size``.
-
-        Returns:
-            [n] token ids; negative where none can be chosen.
+            edited: whether to apply logits processors; if not, there may be fewer logits than ``vocab_size``.
         """
         backend = self._backend
         logits = backend.prepare(logits)
@@ -253,12 +210,9 @@ class Sampler:
         return backend.fetch(backend.choose(logits, self._filters[rows], keys, mask))()
 
     def start_prompt_logprobs(self, logits: Array, targets: ArrayLike, k: int) -> PendingLogprobs:
-        """Logprobs of given tokens.
+        """Logprobs of prompt tokens ``targets`` [n], and of the ``k`` most likely tokens at each position.
 
-        Args:
-            logits: [n, vocab_size], the model's logits at the positions before the targets.
-            targets: [n] token ids.
-            k: number of most likely tokens to return at each position.
+        ``logits``: [n, vocab_size], the model's at the positions before the targets.
         """
         tokens, backend = np.asarray(targets, np.int64), self._backend
         every = np.arange(len(tokens))
@@ -268,33 +222,34 @@ class Sampler:
         self,
         tokens: Any,
         logits: Any,
-        logits_rows: NDArray[np.int64],
-        indices: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        rows: NDArray[np.int64],
-    ) -> list[tuple[NDArray[np.int64], PendingLogprobs]]:
-        """Logprobs of the tokens at these indices of the batch, from these rows of ``logits``, and of listed tokens."""
+        logits_rows: Int64Array,
+        indices: Int64Array,
+        counts: Int64Array,
+        rows: Int64Array,
+    ) -> list[tuple[Int64Array, PendingLogprobs]]:
+        """Logprobs of the tokens at these indices of the batch, from ``logits_rows``; and of ``logprob_token_ids``."""
         if not len(indices):
             return []
         backend = self._backend
         scored = tokens if len(indices) == len(tokens) else backend.select(tokens, indices)
-        found = [(indices, backend.logprobs(logits, logits_rows, scored, counts[indices]))]
+        logprobs = [(indices, backend.logprobs(logits, logits_rows, scored, counts[indices]))]
         if self._listed:
             table_rows = rows[indices].tolist()
             listed = [(k, token) for k, row in enumerate(table_rows) for token in self._listed.get(row, ())]
             if listed:
                 which, ids = np.array(listed, np.int64).T
-                wanted = backend.to_device(np.ascontiguousarray(ids))
-                found.append((indices[which], backend.logprobs(logits, logits_rows[which], wanted, np.zeros_like(ids))))
-        return found
+                targets = backend.to_device(np.ascontiguousarray(ids))
+                logprobs.append(
+                    (indices[which], backend.logprobs(logits, logits_rows[which], targets, np.zeros_like(ids)))
+                )
+        return logprobs
 
     def _process(
         self, logits: Any, rows: list[int], positions: list[int], indices: list[int]
     ) -> tuple[dict[int, str], NDArray[np.uint32] | None]:
-        """Edits the logits at these indices of the batch, and collects their masks without applying them.
+        """Edits the logits at these indices of the batch: error messages by index, and the masks of all rows, if any.
 
-        Returns:
-            Error messages by index, and the masks of all rows (see ``SamplingBackend.choose``), if there are any.
+        The next call overwrites the masks.
         """
         edited = [i for i in indices if self._processors[rows[i]].edits_logits]
         editable = self._backend.edit_rows(logits, edited) if edited else {}
@@ -304,15 +259,15 @@ class Sampler:
         with np.errstate(over="ignore"):
             for i in indices:
                 row, position = rows[i], positions[i]
-                processors, known = self._processors[row], self._tokens.ids[row, :position]
+                processors, token_ids = self._processors[row], self._tokens.ids[row, :position]
                 if position > self._tokens.num_tokens[row]:
                     processors = processors.fork()  # tokens that may be replaced must not be counted
                 try:
                     if i in editable:
-                        processors.edit(editable[i], known)
-                    bits = processors.bitmask(known)
+                        processors.edit(editable[i], token_ids)
+                    bits = processors.bitmask(token_ids)
                     if processors.grammar is not None:
-                        processors.grammar.advance(known)
+                        processors.grammar.advance(token_ids)
                         if processors.grammar.binds:
                             bound[i] = processors.grammar
                 except RowError as error:
@@ -326,17 +281,30 @@ class Sampler:
             self._backend.put_rows(logits, editable)
         if bound:
             failed |= self._grammar_masks.add_to(masks, bound)
-        return failed, self._stack_masks(masks, len(rows))
-
-    def _stack_masks(self, masks: dict[int, NDArray[np.uint32]], num_rows: int) -> NDArray[np.uint32] | None:
-        """The masks by index as an array of all rows, which the next call overwrites; None if there are none."""
         if not masks:
-            return None
-        if len(self._masks) < num_rows:
-            self._masks = np.empty((num_rows, mask_words(self.vocab_size)), np.uint32)
-        stacked = self._masks[:num_rows]
-        if len(masks) < num_rows:
+            return failed, None
+        if len(self._masks) < len(rows):
+            self._masks = np.empty((len(rows), mask_words(self.vocab_size)), np.uint32)
+        stacked = self._masks[: len(rows)]
+        if len(masks) < len(rows):
             stacked.fill(0xFFFFFFFF)
         for i, bits in masks.items():
             stacked[i] = bits
-        return stacked
+        return failed, stacked
+
+
+class TokenTable:
+    """Token ids of every row of the persistent batch.
+
+    ``num_tokens`` counts known tokens: prompt and generated. Invariant: ``num_prompt <= num_tokens <= max_len``; later
+    ids are stale.
+    """
+
+    def __init__(self, rows: int, max_len: int) -> None:
+        self.ids: NDArray[np.int32] = np.zeros((rows, max_len), np.int32)
+        self.num_tokens: Int64Array = np.zeros(rows, np.int64)
+        self.num_prompt: Int64Array = np.zeros(rows, np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        return self.ids.shape[0]

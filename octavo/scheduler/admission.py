@@ -13,30 +13,21 @@ from octavo.memory.kv_group import AllocStatus, BlocksNeeded
 from octavo.memory.prefix_cache import NO_REFERENCES, PrefixChain, PrefixMatch
 from octavo.scheduler.groups import CrossContext, SequenceGroup
 from octavo.scheduler.queues import SchedulingState
-from octavo.scheduler.running import Preemption
-from octavo.scheduler.step import (
-    Step,
-    allocate_slots,
-    blocks_still_needed,
-    prompt_chunks,
-    restore_sharing,
-    schedule_prefill,
-)
+from octavo.scheduler.running import Preemption, restore_sharing
+from octavo.scheduler.step import Step, allocate_slots, blocks_still_needed, prompt_chunks, schedule_prefill
 
-_ONE_BLOCK = BlocksNeeded(1)
+_NOTHING, _ONE_BLOCK = BlocksNeeded(), BlocksNeeded(1)
 
 
 class CachedBlocks(NamedTuple):
-    """What the prefix cache has for a waiting group."""
-
-    #: The beginning of its tokens.
+    #: None if the group may not use the prefix cache.
     prefix: PrefixMatch | None
-    #: All of what they attend to beside themselves.
+    #: Its encoder output, which is cached whole or not at all.
     context: PrefixMatch | None
 
 
 class Admission:
-    """Admits groups in order. One that does not fit yet is not overtaken, but short prompts pass long ones."""
+    """Admits groups in order. A group that does not fit yet is not overtaken, but short prompts pass long ones."""
 
     def __init__(self, options: SchedulerOptions, queues: SchedulingState) -> None:
         self._options, self._queues = options, queues
@@ -72,9 +63,16 @@ class Admission:
         needed = self._blocks.demand(
             context + full + group.num_seqs * own_blocks, own_blocks=(group.num_seqs - 1) * own_blocks
         )
-        if self._never_fits(group, needed):
-            sharing = replace(needed, blocks=needed.blocks - self._pinned_hits(group))
-            if sharing == needed or self._never_fits(group, sharing):
+
+        def never_fits(needed: BlocksNeeded) -> bool:
+            return self._blocks.can_allocate(needed, num_seqs=group.num_seqs) is AllocStatus.NEVER
+
+        if never_fits(needed):
+            pinned = 0
+            if self._blocks.state.pinned and not group.request.task.needs_all_tokens:
+                match = self._blocks.prefixes.match(group.seqs[0].token_ids, self._prefix_chain(group))
+                pinned = match.num_pinned
+            if not pinned or never_fits(replace(needed, blocks=needed.blocks - pinned)):
                 beside = "" if group.cross is None else f" and an encoder's input of {group.cross.num_tokens}"
                 return (
                     f"a prompt of {prompt} tokens{beside} with {group.num_seqs} sequences needs at least "
@@ -82,19 +80,7 @@ class Admission:
                 )
         return None
 
-    def _never_fits(self, group: SequenceGroup, needed: BlocksNeeded) -> bool:
-        return self._blocks.can_allocate(needed, num_seqs=group.num_seqs) is AllocStatus.NEVER
-
-    def _pinned_hits(self, group: SequenceGroup) -> int:
-        """Pinned blocks that it shares."""
-        if not self._blocks.state.pinned or not self._may_use_prefix_cache(group):
-            return 0
-        return self._blocks.prefixes.match(group.seqs[0].token_ids, self._prefix_chain(group)).num_pinned
-
-    # --- the unified order ------------------------------------------------------------------------------------------
-
     def schedule_waiting(self, step: Step) -> None:
-        """Admits swapped and waiting groups, in one order, while token budget, ``max_num_seqs`` and blocks allow."""
         queues = self._queues
         while step.budget > 0 and queues.num_running_seqs < self._options.max_num_seqs:
             group = self.next_group(step.now)
@@ -105,19 +91,17 @@ class Admission:
                 return
 
     def next_group(self, now: float) -> SequenceGroup | None:
-        """The next group to admit, of the swapped and the waiting ones; None if there is none."""
-        if not self._queues.num_not_running:
+        if len(self._queues.groups) == len(self._queues.running):
             return None
         eligible, held_back = self._first_waiting(now)
         swapped = self._queues.peek(self._queues.swapped, now)
         return self._first_in_order([*eligible, swapped] if swapped is not None else eligible, held_back)
 
     def next_waiting(self, now: float) -> SequenceGroup | None:
-        """The next waiting group to admit; long prompts are held back by one another."""
         return self._first_in_order(*self._first_waiting(now))
 
     def _first_waiting(self, now: float) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
-        """The first short and the first long prompt: (those that may start, those held back by a limit)."""
+        """The first short and the first long prompt: those that may start, and those held back by a limit."""
         queues, limit = self._queues, self._options.max_num_partial_prefills
         short, long = queues.peek(queues.waiting, now), queues.peek(queues.waiting_long, now)
         candidates = [g for g in (short, long) if g is not None]
@@ -135,8 +119,6 @@ class Admission:
             return None
         return best
 
-    # --- one group --------------------------------------------------------------------------------------------------
-
     def admit_waiting(self, group: SequenceGroup, step: Step) -> bool:
         """Admits a waiting group (new, or preempted by recompute) with its cached prefix; False if it does not fit."""
         blocks = self._blocks
@@ -146,46 +128,40 @@ class Admission:
         reserved = self._reserved(step)
         if not self._fits(group, _ONE_BLOCK, reserved):
             return False  # the common case needs no prefix cache lookup
-        first = group.seqs[0]
+        first, cross = group.seqs[0], group.cross
         cached = self.cached(group)
         match, context = cached.prefix, cached.context
-        if not self._may_encode(group, context, step) or not self._fits(group, self.needed(group, cached), reserved):
+        if cross is not None and context is None:
+            if blocks.prefixes.enabled and any(other.key == cross.key for other in step.encoded):
+                return False  # the next step finds it in the prefix cache
+            if cross.num_tokens > step.encoder_budget and step.encoded:
+                return False
+        if not self._fits(group, self.needed(group, cached), reserved):
             return False
         first.num_computed = match.num_tokens if match is not None else 0
-        if not prompt_chunks(self._blocks, group, step.budget, self._options) and not _awaits_sharing(group):
+        # Several sequences may have no chunk to compute before they share the matched prefix.
+        has_chunk = len(group.seqs) == 1 or any(s.shared_prefix is None and s.num_uncomputed > 1 for s in group.seqs)
+        if has_chunk and not prompt_chunks(blocks, group, step.budget, self._options):
             first.num_computed = 0
             return False
         if match is not None:
             blocks.prefixes.adopt(first.seq_id, match)
-        if group.cross is not None:
-            self._give_context(group, group.cross, context, step)
+        if cross is not None:
+            self._give_context(group, cross, context, step)
         if group.totals.first_scheduled_time is None:
             group.totals.first_scheduled_time = step.now
             group.totals.num_cached_tokens = first.num_computed
-            if group.cross is not None and context is not None:
-                group.totals.num_cached_tokens += group.cross.num_tokens
+            if cross is not None and context is not None:
+                group.totals.num_cached_tokens += cross.num_tokens
         self._queues.start_running(group)
         self._schedule_admitted(group, step)
         return True
 
-    def _may_encode(self, group: SequenceGroup, context: PrefixMatch | None, step: Step) -> bool:
-        """Whether this step has room for a waiting group's encoder input, or the prefix cache has what is made of it.
-
-        What another group of the step has computed is found there by the next one.
-        """
-        cross = group.cross
-        if cross is None or context is not None:
-            return True
-        if self._blocks.prefixes.enabled and any(other.key == cross.key for other in step.encoded):
-            return False
-        return cross.num_tokens <= step.encoder_budget or not step.encoded
-
     def _give_context(self, group: SequenceGroup, cross: CrossContext, match: PrefixMatch | None, step: Step) -> None:
-        """Gives a group the blocks of its encoder's output: those of the match, or new ones, to be computed."""
         if match is not None:
             self._blocks.prefixes.adopt(cross.context_id, match)
         else:
-            self._blocks.prefixes.adopt(cross.context_id, cross.nothing_found(self._blocks))
+            self._blocks.prefixes.adopt(cross.context_id, cross.no_match(self._blocks))
             changes = self._blocks.grow([(cross.context_id, 0, cross.num_tokens)])
             assert changes is not None, "its blocks were counted"
             step.encoded.append(cross)
@@ -193,7 +169,7 @@ class Admission:
         step.with_contexts.append(group)
 
     def admit_preempting(self, group: SequenceGroup, step: Step) -> None:
-        """Admits the waiting group for which others were preempted, with the tokens that are held back for it."""
+        """Admits a group for which others were preempted."""
         step.budget += step.held_back
         self.admit_waiting(group, step)
 
@@ -221,7 +197,6 @@ class Admission:
         return group.resumable_after > self._queues.last_result
 
     def _schedule_admitted(self, group: SequenceGroup, step: Step) -> None:
-        """Schedules a group that was just admitted, if budget and blocks allow."""
         queues = self._queues
         step.admitted.append(group)
         restore_sharing(queues, group)
@@ -240,7 +215,7 @@ class Admission:
             step.reserved += blocks_still_needed(self._blocks, group)
 
     def _reserved(self, step: Step) -> BlocksNeeded:
-        """What partly computed prompts still need; counted once a step."""
+        """Blocks that partly computed prompts still need; counted once a step."""
         if step.reserved is None:
             step.reserved = self._needed_by_prompts()
         return step.reserved
@@ -252,7 +227,6 @@ class Admission:
         return self.fits_beside(group, needed, reserved, self._queues.num_running_seqs)
 
     def fits(self, group: SequenceGroup) -> bool:
-        """Whether a waiting group could be admitted now, as far as blocks and ``max_num_seqs`` are concerned."""
         reserved = self._needed_by_prompts()
         if not self._fits(group, _ONE_BLOCK, reserved):
             return False  # needs no prefix cache lookup
@@ -261,7 +235,6 @@ class Admission:
     def fits_beside(
         self, group: SequenceGroup, needed: BlocksNeeded, reserved: BlocksNeeded, num_running_seqs: int
     ) -> bool:
-        """Whether a waiting group that needs these blocks fits beside so many sequences and what they need."""
         num_seqs = num_running_seqs + group.num_seqs
         if num_seqs > self._options.max_num_seqs:
             return False
@@ -271,35 +244,28 @@ class Admission:
         return self._blocks.can_allocate(needed, reserved, num_seqs) is AllocStatus.OK
 
     def cached(self, group: SequenceGroup) -> CachedBlocks:
-        """What the prefix cache has of a waiting group."""
-        context = None if group.cross is None else group.cross.find(self._blocks)
-        return CachedBlocks(self._match(group), context)
+        return CachedBlocks(self._match(group), None if group.cross is None else group.cross.find(self._blocks))
 
     def _match(self, group: SequenceGroup) -> PrefixMatch | None:
-        """The cached beginning of its tokens; None if it may not use it."""
-        if not self._may_use_prefix_cache(group):
+        if group.request.task.needs_all_tokens:
             return None
-        # Blocks that its sequences are to share must be read by all of them.
+        # Blocks that its sequences will share must be readable for all of them.
         shared = min((seq.shared_prefix[1] for seq in group.seqs if seq.shared_prefix is not None), default=None)
         return self._blocks.prefixes.match(group.seqs[0].token_ids, self._prefix_chain(group), shared)
 
     def needed(
         self, group: SequenceGroup, cached: CachedBlocks, released: Mapping[int, int] = NO_REFERENCES
     ) -> BlocksNeeded:
-        """What a waiting group needs beside what is cached, by default as blocks are referred to now (see ``cost``)."""
+        """The uncached blocks that a waiting group needs; ``released`` as in ``PrefixCache.cost``."""
         needed = blocks_still_needed(self._blocks, group)
         for match in cached:
             if match is not None:
-                # A partly matched block is copied before it is written, if blocks are free; so none costs more.
+                # A partly matched block is copied before it is written, if blocks are free; so a hit never costs more.
                 saved = min(0, self._blocks.prefixes.cost(match, released) - match.num_full)
                 needed = replace(needed, blocks=needed.blocks + saved)
         return needed
 
-    def _may_use_prefix_cache(self, group: SequenceGroup) -> bool:
-        return not group.request.task.needs_all_tokens
-
     def _prefix_chain(self, group: SequenceGroup) -> PrefixChain:
-        """The digests of its blocks; kept, as a group may be looked up many times before it fits."""
         token_ids = group.seqs[0].token_ids
         if group.chain is None:
             group.chain = self._blocks.prefixes.chain(token_ids, group.context, group.features)
@@ -308,22 +274,11 @@ class Admission:
         return group.chain
 
 
-def _awaits_sharing(group: SequenceGroup) -> bool:
-    """Whether a group of several sequences has no chunk to compute until its sequences share the matched prefix."""
-    return len(group.seqs) > 1 and all(s.shared_prefix is not None or s.num_uncomputed == 1 for s in group.seqs)
-
-
-# Displacement: running groups are preempted for a waiting one that the policy puts before them.
-
-_NOTHING = BlocksNeeded()
-
-
 class Displacement:
-    """Decides before it preempts: those that give way are enough for the waiting group to be admitted in this step.
+    """Preempts running groups for a waiting group that the policy puts before them (priority preemption).
 
-    They are taken in the order of ``preemption_victim``, as for any preemption, until they are enough; then those that
-    are not needed for it are spared, the first in order before others. So no group that may stay is preempted, and none
-    is if the waiting group would have to wait all the same.
+    Before it preempts, it takes victims in the order of ``preemption_victim`` until they suffice to admit the waiting
+    group in this step, and spares unneeded ones. So none is preempted if the waiting group would still have to wait.
     """
 
     def __init__(
@@ -332,10 +287,7 @@ class Displacement:
         self._options, self._queues, self._admission, self._preemption = options, queues, admission, preemption
 
     def preempt_for_waiting(self, step: Step) -> SequenceGroup | None:
-        """Preempts running groups for the first waiting group if the policy says that it displaces them.
-
-        Returns that group if any was preempted, and holds back the tokens that it is to compute in this step.
-        """
+        """Preempts running groups for the first waiting group, and holds back its tokens; returns it if any was."""
         group = self._admission.next_group(step.now)
         if group is None or group.status is SequenceStatus.SWAPPED or self._admission.has_tokens_in_flight(group):
             return None
@@ -372,7 +324,7 @@ class Displacement:
         while not room.suffices():
             victim = next(candidates, None)
             if victim is None:
-                return []  # all are too few
+                return []  # all of them are too few
             while queues.running[last].group_id in gone:
                 last -= 1
             if queues.has_aged(victim, now) and victim is not queues.running[last]:
@@ -381,9 +333,9 @@ class Displacement:
             gone.add(victim.group_id)
             room.remove(victim)
         if victims and not queues.has_aged(victims[-1], now):
-            # Those without which the others are enough are spared; without the last one they are not.
+            # Victims without whom the others suffice are spared; the last one is needed.
             for victim in victims[-2::-1]:
-                room.restore(victim)
+                room.remove(victim, -1)
                 if room.suffices():
                     gone.remove(victim.group_id)
                 else:
@@ -392,7 +344,7 @@ class Displacement:
 
 
 class _Room:
-    """What a waiting group finds when running groups are gone, and those that stay have what they need in this step."""
+    """The room for a waiting group when victims are gone and the other running groups have what this step takes."""
 
     def __init__(
         self, options: SchedulerOptions, queues: SchedulingState, admission: Admission, group: SequenceGroup
@@ -401,30 +353,27 @@ class _Room:
         self._cached = admission.cached(group)
         self._release = Release(queues.blocks.groups)
         self._num_seqs = queues.num_running_seqs
-        #: By group id: what prompts still need, and of those that decode before the waiting group is admitted the
-        #: blocks for their next tokens.
+        #: By group id: blocks that prompts still need, and blocks for the next tokens of groups that decode first.
         self._needs = {g.group_id: blocks_still_needed(queues.blocks, g) for g in queues.prefilling}
         if options.batching == "mixed":
             decoding = (g for g in queues.running if not g.prefilling)
-            short = (g for g in decoding if len(g.seqs) > 1 or g.seqs[0].num_computed >= g.seqs[0].slots_end)
-            self._needs |= {g.group_id: _growth(queues, g) for g in short}
-        #: The sum of those that stay.
+            for other in (g for g in decoding if len(g.seqs) > 1 or g.seqs[0].num_computed >= g.seqs[0].slots_end):
+                ends = [(s, s.num_computed + s.num_uncomputed) for s in other.seqs if not s.is_ending]
+                writes = [(s.seq_id, s.num_computed, end) for s, end in ends if s.slots_end < end]
+                growth = tuple(kv_group.demand(writes)[0] for kv_group in queues.blocks.groups)
+                self._needs[other.group_id] = BlocksNeeded(exact=growth)
+        #: The sum over the groups that stay.
         self._reserved = sum(self._needs.values(), BlocksNeeded())
 
-    def remove(self, victim: SequenceGroup) -> None:
-        """A running group is gone."""
-        self._release.add(victim.holder_ids)
-        self._num_seqs -= victim.num_seqs
-        self._reserved -= self._needs.get(victim.group_id, _NOTHING)
-
-    def restore(self, victim: SequenceGroup) -> None:
-        """Takes ``remove`` back."""
-        self._release.discard(victim.holder_ids)
-        self._num_seqs += victim.num_seqs
-        self._reserved += self._needs.get(victim.group_id, _NOTHING)
+    def remove(self, victim: SequenceGroup, sign: int = 1) -> None:
+        """Counts a victim as gone; restores it if ``sign`` is -1."""
+        self._release.add(victim.holder_ids, sign)
+        self._num_seqs -= sign * victim.num_seqs
+        needed = self._needs.get(victim.group_id, _NOTHING)
+        self._reserved = self._reserved - needed if sign > 0 else self._reserved + needed
 
     def may_suffice(self, victims: list[SequenceGroup]) -> bool:
-        """Whether the waiting group fits without these if they share no block: quick to say where most are too few."""
+        """``suffices`` without these victims if they share no block: a quick answer where even most are too few."""
         holder_ids = [holder_id for victim in victims for holder_id in victim.holder_ids]
         needs = (self._needs.get(victim.group_id, _NOTHING) for victim in victims)
         held = [sum(map(kv_group.num_held, holder_ids)) for kv_group in self._blocks.groups]
@@ -432,7 +381,6 @@ class _Room:
         return self._fits(self._reserved - sum(needs, _NOTHING), held, num_seqs)
 
     def suffices(self) -> bool:
-        """Whether the waiting group fits now that some are gone."""
         return self._fits(self._reserved, self._release.counts, self._num_seqs)
 
     def _fits(self, reserved: BlocksNeeded, released: list[int], num_seqs: int) -> bool:
@@ -440,13 +388,3 @@ class _Room:
         return self._admission.fits_beside(
             self._group, needed, reserved - BlocksNeeded(exact=tuple(released)), num_seqs
         )
-
-
-def _growth(queues: SchedulingState, group: SequenceGroup) -> BlocksNeeded:
-    """Blocks that the next tokens of a decoding group need."""
-    writes = [
-        (s.seq_id, s.num_computed, s.num_computed + s.num_uncomputed)
-        for s in group.seqs
-        if s.slots_end < s.num_computed + s.num_uncomputed and not s.is_ending
-    ]
-    return BlocksNeeded(exact=tuple(kv_group.demand(writes)[0] for kv_group in queues.blocks.groups))

@@ -1,4 +1,4 @@
-"""Schedules running groups, and preempts others to free blocks for them."""
+"""Running groups: decodes, prompt chunks, draft tokens, and preemption where blocks are short."""
 
 from __future__ import annotations
 
@@ -7,170 +7,27 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from octavo.config.options import SchedulerOptions
+from octavo.core.errors import WorkerError
 from octavo.core.plan import StepResult
 from octavo.core.request import DraftStats, SequenceStatus
 from octavo.core.stats import SchedulerStats
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.queues import SchedulingState
-from octavo.scheduler.step import Chunks, Step, allocate_slots, prompt_chunks, restore_sharing, schedule_prefill
+from octavo.scheduler.step import Chunks, Step, allocate_slots, prompt_chunks, schedule_prefill
 from octavo.speculation.drafter import BY_WORKER
 from octavo.speculation.speculator import Speculator, Waiting
-
-# Preemption: which group gives up its blocks, and whether they are swapped out or recomputed.
-
-#: By ``preemption_victim``: what is least of the group to preempt; None: the last in order is preempted. Among equals
-#: it is the last, too. Computed tokens are those to recompute, and stand for blocks.
-_VICTIM_KEYS: dict[str, Callable[[SequenceGroup], int] | None] = {
-    "last": None,
-    "least_computed": lambda group: group.num_computed,
-    "most_blocks": lambda group: -group.num_computed,
-}
-
-
-class MoveCost:
-    """Observed cost of swapping blocks and of recomputing tokens."""
-
-    def __init__(self) -> None:
-        #: Seconds to move a byte one way, and to prefill one token; None until observed.
-        self.seconds_per_byte: float | None = None
-        self.seconds_per_token: float | None = None
-
-    def observe_move(self, num_bytes: int, seconds: float) -> None:
-        """Adds an observation: so many bytes were moved in ``seconds``. Blocks of KV groups differ in size."""
-        self.seconds_per_byte = _smooth(self.seconds_per_byte, seconds / num_bytes)
-
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Adds an observation: a step of ``tokens``, most of them of prompts, took ``seconds``."""
-        self.seconds_per_token = _smooth(self.seconds_per_token, seconds / tokens)
-
-    def swap_is_cheaper(self, num_bytes: int, tokens: int) -> bool:
-        """Whether moving the bytes out and back takes less time than recomputing ``tokens``; False until observed."""
-        if self.seconds_per_byte is None or self.seconds_per_token is None:
-            return False
-        return 2 * num_bytes * self.seconds_per_byte < tokens * self.seconds_per_token
-
-
-def _smooth(average: float | None, observed: float) -> float:
-    return observed if average is None else 0.8 * average + 0.2 * observed
-
-
-class Preemption:
-    """Preempts running groups whole: all blocks of a group are given up together."""
-
-    def __init__(self, options: SchedulerOptions, queues: SchedulingState, stats: SchedulerStats) -> None:
-        self._queues, self._stats = queues, stats
-        self._blocks = queues.blocks
-        self._mode = options.preemption_mode
-        self._key = _VICTIM_KEYS[options.preemption_victim]
-        self.cost = MoveCost()
-
-    def victims(self, candidates: SequenceOf[SequenceGroup], now: float) -> Iterator[SequenceGroup]:
-        """The groups to preempt, one after the other: ``candidates`` are in order, and after the one that needs blocks.
-
-        Groups beyond the ageing limit are preempted only when no other is left, the last in order first.
-        """
-        has_aged = self._queues.has_aged
-        young = (g for g in reversed(candidates) if not has_aged(g, now))
-        yield from young if self._key is None else sorted(young, key=self._key)
-        yield from (g for g in reversed(candidates) if has_aged(g, now))
-
-    def preempt(self, group: SequenceGroup, step: Step, displaced_by: SequenceGroup | None = None) -> None:
-        """Preempts a running group that is not scheduled in this step; ``displaced_by``: the one that it is for."""
-        group.preempted_for = None if displaced_by is None else displaced_by.group_id
-        step.blocked_on_memory = True
-        if self._wants_swap(group) and self._swap_out(group):
-            step.swapped_groups.append(group)
-        else:
-            self._recompute(group)
-
-    def recompute_all(self) -> None:
-        """Sets back every group that holds blocks, on the device or the host: its tokens are computed again."""
-        groups = self._queues.groups.values()
-        for group in [g for g in groups if g.status is SequenceStatus.SWAPPED]:
-            self._lose(group)
-            self._queues.move(group, SequenceStatus.WAITING)
-            group.prefilling = True
-        for group in reversed(self._queues.running.copy()):
-            self._recompute(group)
-
-    def _wants_swap(self, group: SequenceGroup) -> bool:
-        if group.request.task.is_kept_by_workers:
-            return False
-        if self._mode == "by_sequences":  # Kwon et al. 2023, section 4.5; those that it will fork into count
-            return group.num_seqs > 1
-        if self._mode != "auto":
-            return self._mode == "swap"
-        if len(group.seqs) > 1:
-            return True
-        return self.cost.swap_is_cheaper(sum(map(self._blocks.held_bytes, group.holder_ids)), group.num_recomputed)
-
-    def _swap_out(self, group: SequenceGroup) -> bool:
-        # An encoder's output that this very step is to compute is not in its blocks yet.
-        is_computed = group.cross is None or group.cross.is_computed
-        if not is_computed or not self._blocks.swap_out(group.holder_ids):
-            return False
-        group.totals.num_swaps += 1
-        group.totals.num_swapped_blocks += sum(self._blocks.blocks_to_swap_in(group.holder_ids))
-        self._stats.preemptions_by_swap += 1
-        self._queues.requeue(group, SequenceStatus.SWAPPED)
-        return True
-
-    def _recompute(self, group: SequenceGroup) -> None:
-        """Frees the blocks; records which full blocks the sequences share, so that they share them again."""
-        self._lose(group)
-        self._queues.requeue(group, SequenceStatus.WAITING)
-        group.prefilling = True
-
-    def _lose(self, group: SequenceGroup) -> None:
-        if len(group.seqs) > 1:
-            self._record_sharing(group)
-        lost = group.num_recomputed
-        for holder_id in group.holder_ids:
-            self._blocks.free(holder_id)
-        for seq in group.seqs:
-            seq.num_computed = 0
-        if group.cross is not None:
-            group.cross.is_computed = False
-        group.totals.num_recomputes += 1
-        group.totals.num_recomputed_tokens += lost
-        self._stats.preemptions_by_recompute += 1
-        self._stats.recomputed_tokens += lost
-
-    def _record_sharing(self, group: SequenceGroup) -> None:
-        """Which sequence's full blocks each one shares: those of the prompt, or more, which the block ids tell.
-
-        They tell it without a look at the tokens, as a block is in the tables of several only until one writes to it.
-        """
-        size, first = self._blocks.block_size, group.seqs[0]
-        of_prompt = len(group.request.prompt_token_ids) // size
-        layers = self._blocks.groups[0]
-        tables = layers.on_host if self._blocks.is_swapped(first.seq_id) else layers.on_device
-        common = tables.common_prefixes(group.seq_ids)
-        for seq, (position, count) in zip(group.seqs, common, strict=True):
-            if seq is first or seq.shared_prefix is not None:
-                continue
-            other = group.seqs[position]
-            count = min(count, seq.num_computed // size, other.num_computed // size)
-            best = (other, count) if count > of_prompt else (first, of_prompt)
-            seq.shared_prefix = best if best[1] else None
 
 
 class Running:
     """Schedules running groups. Decodes take their tokens of the budget first; blocks go in the policy's order.
 
-    A group that needs a block preempts groups after it in order, which are not scheduled yet in this step. So nothing
-    that was decided is taken back.
+    A group that needs a block preempts groups after it in that order, which are not scheduled yet in this step.
     """
 
     def __init__(
-        self,
-        options: SchedulerOptions,
-        queues: SchedulingState,
-        preemption: Preemption,
-        num_stages: int = 1,
+        self, options: SchedulerOptions, queues: SchedulingState, preemption: Preemption, num_stages: int = 1
     ) -> None:
-        self._num_stages = num_stages
-        self._options, self._queues, self._preemption = options, queues, preemption
+        self._options, self._queues, self._preemption, self._num_stages = options, queues, preemption, num_stages
 
     def schedule_running(self, step: Step) -> list[SequenceGroup]:
         """Schedules the running groups; returns those that do not fit even with all blocks to themselves."""
@@ -179,12 +36,18 @@ class Running:
         running, decodes = queues.running, step.decodes
         exceeding = []
         most_decodes = -(-queues.num_running_seqs // self._num_stages)
-        # Decodes whose slots are allocated together, as there is a block for each of them, whatever it writes into.
+        # Slots of these decodes are allocated together: a block is available for each, even if it copies one.
         available = queues.blocks.num_available
-        first, without_slots = self._begin_steady(available)
-        decodes += queues.steady.columns.seqs
+        steady = queues.steady
+        steady.extend(running)
+        without_slots = steady.without_slots()
+        if len(without_slots) > available:  # one of them may have to preempt others
+            steady.restart()
+            without_slots = []
+        first = steady.num_groups
+        decodes += steady.columns.seqs
         together: Chunks = [(decodes[position], 1) for position in without_slots]
-        # Those that are preempted are behind the one that is looked at, or it is the last.
+        # Preempted groups are behind ``group``, or ``group`` is the last one and preempts itself.
         for position, group in enumerate(itertools.islice(running, first, None), first + 1):
             seqs = group.seqs
             seq = seqs[0]
@@ -196,7 +59,7 @@ class Running:
                 decodes.append(seq)
                 continue
             elif seq.is_ending or group.awaits_result or len(decodes) >= most_decodes:
-                continue  # in the last case it is for the steps of the other stages
+                continue  # in the last case other pipeline stages decode it
             else:
                 work = self._decode(group, step)
                 if work[0][1] == 1 and len(together) + len(work) <= available:
@@ -220,35 +83,17 @@ class Running:
             available = queues.blocks.num_available
         self._allocate_together(together, step)
         if first:
-            self._schedule_steady(without_slots, step)
+            size = queues.blocks.block_size
+            step.num_ended = queues.num_ended
+            step.steady, last, step.ending = steady.schedule(without_slots)
+            for position in last:
+                seq = step.steady.seqs[position]
+                if not (seq.num_computed + 1) % size:
+                    step.filled.append((seq, seq.num_computed + 1))
         return exceeding
 
-    def _begin_steady(self, available: int) -> tuple[int, list[int]]:
-        """How many groups, from the first on, go on as in the step before, and where those are that need a block.
-
-        If fewer blocks are available, no group does: one may have to preempt others.
-        """
-        steady = self._queues.steady
-        steady.extend(self._queues.running)
-        without_slots = steady.without_slots()
-        if len(without_slots) > available:
-            steady.restart()
-            return 0, []
-        return steady.num_groups, without_slots
-
-    def _schedule_steady(self, without_slots: list[int], step: Step) -> None:
-        """Schedules the steady decodes, for which there are slots; finds those that fill a block in the step."""
-        size = self._queues.blocks.block_size
-        step.num_ended = self._queues.num_ended
-        step.steady, last, step.ending = self._queues.steady.schedule(without_slots)
-        for position in last:
-            seq = step.steady.seqs[position]
-            computed = seq.num_computed + 1
-            if not computed % size:
-                step.filled.append((seq, computed))
-
     def _decode(self, group: SequenceGroup, step: Step) -> Chunks:
-        """The next token of each sequence of a group, and what a grammar has forced behind it."""
+        """The next token of each sequence of a group, and the tokens that a grammar has forced behind it."""
         if step.forced_budget:
             seq = group.seqs[0]
             forced = min(step.forced_budget, len(seq.token_ids) - seq.num_computed - 1)
@@ -260,17 +105,13 @@ class Running:
         return [(s, 1) for s in group.seqs if not s.is_ending]
 
     def _allocate_together(self, decodes: Chunks, step: Step) -> None:
-        """Allocates the slots of these decodes, for which there are blocks, and empties the list."""
         if decodes:
             allocated = allocate_slots(self._queues, decodes, step)
             assert allocated, "a sequence takes no more than one block of each group for its next token"
             decodes.clear()
 
     def _split_budget(self, step: Step) -> dict[int, Chunks]:
-        """Takes one token for each decode from the budget, and splits the rest among prefilling groups, in order.
-
-        Returns the prompt chunks by group id.
-        """
+        """Takes a token for each decode from the budget, and splits the rest among prefilling groups."""
         queues = self._queues
         if not queues.prefilling:
             step.budget -= queues.num_running_seqs
@@ -282,7 +123,7 @@ class Running:
                 queues.finish_prefill(group)
         step.budget -= queues.num_running_seqs - sum(g.num_seqs for g in queues.prefilling)
         self._reserve_forced(step)
-        chunks = {}
+        chunks: dict[int, Chunks] = {}  # by group id
         for group in queues.prefilling:
             if step.budget <= 0:
                 break
@@ -295,19 +136,17 @@ class Running:
         return chunks
 
     def _reserve_forced(self, step: Step) -> None:
-        """Takes what is needed for tokens that grammars have forced from the budget, before prompts get the rest.
-
-        What was preempted meanwhile computes its tokens as a prompt.
-        """
+        """Takes tokens that grammars have forced from the budget, before prompts get the rest."""
         if not self._queues.unsent_tokens:
             return
+        # A preempted sequence computes them with its prompt.
         decoding = (s for s, _ in self._queues.unsent_tokens if s.status is SequenceStatus.RUNNING)
         forced = sum(len(s.token_ids) - s.num_computed - 1 for s in decoding if not s.group.prefilling)
         step.forced_budget = max(0, min(forced, step.budget))
         step.budget -= step.forced_budget
 
     def _allocate_or_preempt(self, group: SequenceGroup, work: Chunks, position: int, step: Step) -> bool:
-        """Allocates slots, preempting groups from ``position`` on; False if the group itself must go or wait."""
+        """Allocates slots, preempting groups from ``position`` on; False if ``group`` itself must yield or wait."""
         queues, victims = self._queues, None
         while not allocate_slots(queues, work, step):
             if position == len(queues.running) or self._blocks_will_be_freed(step):
@@ -318,44 +157,175 @@ class Running:
         return True
 
     def _blocks_will_be_freed(self, step: Step) -> bool:
-        """Whether a step in flight ends, or may end, a group whose blocks are then free: waiting beats preempting.
-
-        A group that awaits a result keeps its blocks until that is known. Where there is such a group none is
-        preempted, so that one look at all of them is enough for a step.
-        """
+        """Whether a step in flight may end a group: waiting for its blocks beats preempting; looked up once a step."""
         running = self._queues.running
         if step.awaits_blocks is None:
             step.awaits_blocks = any(g.seqs[0].is_ending or g.awaits_result for g in running)
         return step.awaits_blocks or (len(running) == 1 and running[0].seqs[0].awaits_token)
 
 
-# Draft tokens of decoding sequences: how many fit a step, and what became of them.
+#: By ``preemption_victim``: the group with the least key is preempted, among equals the lowest-priority group. Computed
+#: tokens stand for blocks.
+_VICTIM_KEYS: dict[str, Callable[[SequenceGroup], int] | None] = {
+    "last": None,
+    "least_computed": lambda group: group.num_computed,
+    "most_blocks": lambda group: -group.num_computed,
+}
+
+
+class MoveCost:
+    def __init__(self) -> None:
+        #: One way; None until observed.
+        self.seconds_per_byte: float | None = None
+        self.seconds_per_token: float | None = None
+
+    def observe_move(self, num_bytes: int, seconds: float) -> None:
+        self.seconds_per_byte = _smooth(self.seconds_per_byte, seconds / num_bytes)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        self.seconds_per_token = _smooth(self.seconds_per_token, seconds / tokens)
+
+    def swap_is_cheaper(self, num_bytes: int, tokens: int) -> bool:
+        """Whether moving the bytes out and back takes less time than recomputing the tokens; False until observed."""
+        if self.seconds_per_byte is None or self.seconds_per_token is None:
+            return False
+        return 2 * num_bytes * self.seconds_per_byte < tokens * self.seconds_per_token
+
+
+def _smooth(average: float | None, observed: float) -> float:
+    return observed if average is None else 0.8 * average + 0.2 * observed
+
+
+class Preemption:
+    """Preempts running groups whole (all-or-nothing eviction: Kwon et al. 2023, section 4.5; vLLM: ``PreemptionMode``).
+
+    By recompute: the blocks are freed and the group waits again. ``Admission.admit_waiting`` admits it like a new one:
+    prompt and generated tokens are computed as one prompt, less cached blocks. Its sequences share their blocks again:
+    ``_record_sharing`` notes which, ``restore_sharing`` forks them once computed.
+
+    By swap: ``BlockManager.swap_out`` moves the blocks to the host and the group joins the swapped queue. From there
+    ``Admission.admit_swapped`` moves them into new device blocks, and the group decodes on.
+
+    Either way the workers forget the sequences, and the plan that resumes them carries them whole (``NewSequence``).
+    """
+
+    def __init__(self, options: SchedulerOptions, queues: SchedulingState, stats: SchedulerStats) -> None:
+        self._queues, self._stats = queues, stats
+        self._blocks = queues.blocks
+        self._mode = options.preemption_mode
+        self._key = _VICTIM_KEYS[options.preemption_victim]
+        self.cost = MoveCost()
+
+    def victims(self, candidates: SequenceOf[SequenceGroup], now: float) -> Iterator[SequenceGroup]:
+        """Yields the groups to preempt among ``candidates``, which are in order: those beyond the ageing limit last."""
+        has_aged = self._queues.has_aged
+        young = (g for g in reversed(candidates) if not has_aged(g, now))
+        yield from young if self._key is None else sorted(young, key=self._key)
+        yield from (g for g in reversed(candidates) if has_aged(g, now))
+
+    def preempt(self, group: SequenceGroup, step: Step, displaced_by: SequenceGroup | None = None) -> None:
+        """Preempts a running group that is not scheduled in this step; maybe for a waiting one."""
+        group.preempted_for = None if displaced_by is None else displaced_by.group_id
+        step.blocked_on_memory = True
+        # An encoder's output that this very step is to compute is not in its blocks yet.
+        is_computed = group.cross is None or group.cross.is_computed
+        if not (is_computed and self._wants_swap(group) and self._blocks.swap_out(group.holder_ids)):
+            self._recompute(group)
+            return
+        group.totals.num_swaps += 1
+        group.totals.num_swapped_blocks += sum(self._blocks.blocks_to_swap_in(group.holder_ids))
+        self._stats.preemptions_by_swap += 1
+        self._queues.requeue(group, SequenceStatus.SWAPPED)
+        step.swapped_groups.append(group)
+
+    def recompute_all(self) -> None:
+        """Preempts every group that holds blocks, on the device or the host, by recompute."""
+        groups = self._queues.groups.values()
+        for group in [g for g in groups if g.status is SequenceStatus.SWAPPED]:
+            self._lose(group)
+            self._queues.move(group, SequenceStatus.WAITING)
+            group.prefilling = True
+        for group in reversed(self._queues.running.copy()):
+            self._recompute(group)
+
+    def _wants_swap(self, group: SequenceGroup) -> bool:
+        if group.request.task.is_kept_by_workers:
+            return False
+        if self._mode == "by_sequences":  # Kwon et al. 2023, section 4.5; those that it will fork into count
+            return group.num_seqs > 1
+        if self._mode != "auto":
+            return self._mode == "swap"
+        if len(group.seqs) > 1:
+            return True
+        return self.cost.swap_is_cheaper(sum(map(self._blocks.held_bytes, group.holder_ids)), group.num_recomputed)
+
+    def _recompute(self, group: SequenceGroup) -> None:
+        self._lose(group)
+        self._queues.requeue(group, SequenceStatus.WAITING)
+        group.prefilling = True
+
+    def _lose(self, group: SequenceGroup) -> None:
+        if len(group.seqs) > 1:
+            self._record_sharing(group)
+        lost = group.num_recomputed
+        for holder_id in group.holder_ids:
+            self._blocks.free(holder_id)
+        for seq in group.seqs:
+            seq.num_computed = 0
+        if group.cross is not None:
+            group.cross.is_computed = False
+        group.totals.num_recomputes += 1
+        group.totals.num_recomputed_tokens += lost
+        self._stats.preemptions_by_recompute += 1
+        self._stats.recomputed_tokens += lost
+
+    def _record_sharing(self, group: SequenceGroup) -> None:
+        """Notes whose full blocks each sequence shares: those of the prompt, or more, as the block ids show."""
+        size, first = self._blocks.block_size, group.seqs[0]
+        of_prompt = len(group.request.prompt_token_ids) // size
+        layers = self._blocks.groups[0]
+        tables = layers.on_host if self._blocks.is_swapped(first.seq_id) else layers.on_device
+        common = tables.common_prefixes(group.seq_ids)
+        for seq, (position, count) in zip(group.seqs, common, strict=True):
+            if seq is first or seq.shared_prefix is not None:
+                continue
+            other = group.seqs[position]
+            count = min(count, seq.num_computed // size, other.num_computed // size)
+            best = (other, count) if count > of_prompt else (first, of_prompt)
+            seq.shared_prefix = best if best[1] else None
+
+
+def restore_sharing(queues: SchedulingState, group: SequenceGroup) -> None:
+    """After preemption by recompute: sequences of a group share blocks again as soon as these are computed."""
+    for seq in group.seqs:
+        if seq.shared_prefix is None:
+            continue
+        earlier, count = seq.shared_prefix
+        if earlier.shared_prefix is None and earlier.num_computed >= count * queues.blocks.block_size:
+            if queues.blocks.fork_prefix(earlier.seq_id, seq.seq_id, count):
+                seq.num_computed = count * queues.blocks.block_size
+            seq.shared_prefix = None
+            seq.slots_end = 0
+            queues.new_seqs.append(seq)
 
 
 class Drafting:
-    """Adds drafts to a step when all else is scheduled: they take what is left of the budget and of the blocks.
-
-    So nothing waits for blocks that drafts hold, and nobody is preempted for them.
-    """
+    """Adds draft tokens to a scheduled step: they take the rest of its budget and of the blocks (lookahead slots)."""
 
     def __init__(
         self, queues: SchedulingState, speculator: Speculator, stats: SchedulerStats, *, runs_ahead: bool
     ) -> None:
-        """``runs_ahead``: whether steps are planned while others are in flight, where drafts bring little."""
+        """``runs_ahead``: where drafts bring little, steps may be planned while others are in flight."""
         self._queues, self._speculator, self._stats = queues, speculator, stats
-        self._waiting = Waiting() if runs_ahead and speculator.adaptive else None
-        #: Groups that may have drafts, when it was last asked whether steps wait for results.
+        self._waiting = Waiting() if runs_ahead and speculator.lengths.adaptive else None
+        #: Groups that could have drafts at the last call of ``_waits``.
         self._num_groups = 0
 
     def may_draft(self, in_flight: Mapping[int, Step]) -> bool:
-        """Whether the next step may have drafts: the results of those before it are known, and steps wait for them."""
         return not in_flight and self._waits()
 
     def awaits_results(self, in_flight: Mapping[int, Step]) -> bool:
-        """Whether the next step is to have drafts, or one in flight has: both depend on how many tokens are accepted.
-
-        A group that alone waited would be in every other step only, so all wait, or none.
-        """
+        """Whether the next step, or one in flight, has drafts: then all groups wait for the accepted tokens."""
         if any(step.drafted for step in in_flight.values()):
             return True
         return self._queues.num_drafted_groups > 0 and self._waits()
@@ -369,20 +339,18 @@ class Drafting:
         return self._waiting.waits
 
     def reserve(self, budget: int) -> int:
-        """Tokens of a step's budget that chunks of prompts leave to drafts, which are an eighth of it at most."""
         queues = self._queues
         if not queues.num_drafted_groups or not (queues.prefilling or queues.num_waiting):
             return 0
-        return min(budget // 8, self._speculator.expected)
+        return min(budget // 8, self._speculator.lengths.expected)
 
     def add_drafts(self, step: Step) -> None:
-        """Gives decodes of the step draft tokens behind theirs."""
         step.may_draft = True
         if not self._queues.num_drafted_groups or step.blocked_on_memory or step.budget <= 0 or not step.decodes:
             return
-        # Workers have as many rows of logits as the budget has tokens: drafts take one each, and so do forked children.
+        # The workers' logits have a row per token of the budget: drafts take one each, and so do forked children.
         room = step.budget - len(step.forked_children)
-        left = min(room, self._speculator.begin_step(len(step.decodes), step.num_prompt_tokens))
+        left = min(room, self._speculator.lengths.begin_step(len(step.decodes), step.num_prompt_tokens))
         if left <= 0:
             return
         decodes, drafted, propose = [], [], self._speculator.propose
@@ -394,7 +362,7 @@ class Drafting:
             most = seq.max_length - 2 - seq.num_computed
             if most > left:
                 most = left
-            # Behind the last known token: forced ones may come before it that are still to be computed.
+            # Drafts follow the last token: forced tokens before it may still be uncomputed.
             may = most > 0 and seq.group.drafts and seq.num_computed + 1 == len(seq.token_ids)
             if may and (tokens := propose(seq, most)):
                 drafted.append((seq, tokens))
@@ -406,10 +374,7 @@ class Drafting:
             self._add_slots(step)
 
     def _add_slots(self, step: Step) -> None:
-        """Allocates slots behind those that drafted sequences have in this step. Nothing is preempted for them.
-
-        Sequences for which no blocks are left decode without drafts.
-        """
+        """Allocates the lookahead slots of drafted sequences; those without blocks for them decode without drafts."""
         blocks = self._queues.blocks
         short = [
             (s.seq_id, s.num_computed, s.num_computed + 1 + len(t))
@@ -435,32 +400,13 @@ class Drafting:
             seq.slots_end = 0  # until it is known how many are accepted
 
     def observe(self, step: Step, result: StepResult) -> list[DraftStats]:
-        """Tells the drafter of a step's result; the totals of each group that had drafts."""
-        groups: dict[int, SequenceGroup] = {}
+        """Reports a step's result to the speculator; returns the totals of each group with drafts."""
         if not (step.drafted or self._queues.num_drafted_groups):
             return []
-        num_drafts, num_accepted = self._observe_drafts(step, result, groups) if step.drafted else (0, 0)
-        if result.draft_seconds:
-            drafts = result.num_drafts.values()
-            caught_up, seconds = result.draft_catch_up_tokens, result.draft_catch_up_seconds
-            passing = result.draft_seconds - seconds
-            self._speculator.observe_drafting(len(drafts), max(drafts, default=0), passing, caught_up, seconds)
-        num_seqs = len(step.decodes) + len(step.drafted)
-        seconds = result.seconds - result.swap_seconds - result.draft_seconds
-        if step.prefills:
-            self._speculator.observe_prompts(step.num_prompt_tokens + num_seqs + num_drafts, seconds)
-        elif num_seqs:
-            self._speculator.observe_step(num_seqs, len(step.drafted), num_drafts, seconds)
-            if self._waiting is not None:
-                idle = result.idle_seconds / max(seconds, 1e-9)
-                self._waiting.observe(step.may_draft, num_accepted / num_seqs, idle)
-        return [DraftStats(g.group_id, g.num_draft_tokens, g.num_accepted_tokens) for g in groups.values()]
-
-    def _observe_drafts(self, step: Step, result: StepResult, groups: dict[int, SequenceGroup]) -> tuple[int, int]:
-        """How many draft tokens were computed and accepted; adds the groups that had them to ``groups``."""
-        sequences = self._queues.sequences
-        counts = dict(zip(result.seq_ids, result.num_tokens or itertools.repeat(1), strict=False))
+        sequences, groups = self._queues.sequences, dict[int, SequenceGroup]()
         drafts, num_drafts, num_accepted = [], 0, 0
+        num_tokens = result.num_tokens or itertools.repeat(1)
+        counts = dict(zip(result.seq_ids, num_tokens, strict=False)) if step.drafted else {}
         for seq, tokens in step.drafted:
             seq_id = seq.seq_id
             drafted = len(tokens) if tokens[0] != BY_WORKER else result.num_drafts.get(seq_id, 0)
@@ -469,7 +415,7 @@ class Drafting:
                 continue
             if not drafted:
                 if result.draft_error is not None:
-                    self._speculator.fail(seq, result.draft_error)
+                    self._speculator.fail(seq, WorkerError(result.draft_error))
                 continue
             group, accepted = seq.group, counts[seq_id] - 1
             group.num_draft_tokens += drafted
@@ -479,4 +425,22 @@ class Drafting:
             drafts.append((seq_id, drafted, accepted))
         self._stats.decode_tokens += num_accepted
         self._speculator.observe(drafts)
-        return num_drafts, num_accepted
+        if self._speculator.lengths.adaptive:
+            self._observe_costs(step, result, num_drafts, num_accepted)
+        return [DraftStats(g.group_id, g.num_draft_tokens, g.num_accepted_tokens) for g in groups.values()]
+
+    def _observe_costs(self, step: Step, result: StepResult, num_drafts: int, num_accepted: int) -> None:
+        lengths = self._speculator.lengths
+        if result.draft_seconds:
+            proposed, catching_up = result.num_drafts.values(), result.draft_catch_up_seconds
+            passing, passes = result.draft_seconds - catching_up, max(proposed, default=0)
+            lengths.observe_drafting(len(proposed), passes, passing, result.draft_catch_up_tokens, catching_up)
+        num_seqs = len(step.decodes) + len(step.drafted)
+        seconds = result.seconds - result.swap_seconds - result.draft_seconds
+        if step.prefills:
+            lengths.observe_prompts(step.num_prompt_tokens + num_seqs + num_drafts, seconds)
+        elif num_seqs:
+            lengths.observe_step(num_seqs, len(step.drafted), num_drafts, seconds)
+            if self._waiting is not None:
+                idle = result.idle_seconds / max(seconds, 1e-9)
+                self._waiting.observe(step.may_draft, num_accepted / num_seqs, idle)

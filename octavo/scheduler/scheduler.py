@@ -1,4 +1,4 @@
-"""The scheduler: which groups every step computes, admits and preempts."""
+"""The scheduler: which groups each step computes, admits and preempts. ``Scheduler.schedule`` is the whole of it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,17 @@ from octavo.speculation.speculator import Speculator
 
 
 class Scheduler:
-    """Plans steps (``schedule``) and applies their results (``update``).
+    """Plans each step anew (``schedule``) and applies its result (``update``).
 
-    Two ways to fill a step: ``mixed`` (one token budget: decodes first, then prompt chunks) and ``prefill_first`` (the
-    three queues of Kwon et al. 2023, section 4.5: whole prompts in steps of their own, swapped groups before new ones).
+    That is the iteration-level scheduling of Orca (Yu et al. 2022): a request joins and leaves the batch between any
+    two steps. The sequences of one request (``SequenceGroup``) are scheduled together (gang scheduling) and preempted
+    together (all-or-nothing eviction: Kwon et al. 2023, section 4.5; see ``Preemption``).
+
+    The option ``batching`` names two ways to fill a step: ``mixed`` (decodes first, then prompt chunks) and
+    ``prefill_first`` (Kwon et al.: whole prompts in steps of their own, swapped groups before new ones).
+
+    vLLM's names: its ``SchedulerOutput`` is the ``StepPlan``, its ``SchedulingBudget`` the budget of a ``Step``, its
+    ``BlockSpaceManager`` or ``KVCacheManager`` the ``BlockManager``.
     """
 
     def __init__(
@@ -40,18 +47,14 @@ class Scheduler:
         preparations: Preparations | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A ``speculator`` proposes tokens that a step then verifies: no step is planned before its result is known.
+        """Starts without a group.
 
-        ``runs_ahead``: whether other steps are planned while one is in flight.
-
-        With several pipeline stages a sampled token comes back with its step's result, so that a sequence is in one
-        step at a time, and the running sequences are divided among that many steps.
-
-        ``preparations``: what the workers have already, and what may be prepared; a request that needs something else
-        ends as ignored.
-
-        Raises:
-            ValueError: ``max_model_len`` tokens do not fit the blocks.
+        Args:
+            speculator: Proposes drafts that a step verifies; the step after it is planned when its result is known.
+            runs_ahead: Whether steps are planned while another one is in flight.
+            num_stages: Pipeline stages. With several, the running sequences are divided among as many steps, and a
+                sequence is in one step at a time: its sampled token comes back with the result.
+            preparations: A request that needs any other preparation ends as ignored.
         """
         if blocks.can_allocate(blocks.demand(blocks.blocks_for(max_model_len))) is AllocStatus.NEVER:
             raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.num_blocks} blocks")
@@ -64,15 +67,14 @@ class Scheduler:
         self._budgets = options.token_budget, options.encoder_budget
         self._in_flight: dict[int, Step] = {}
         self._pending_outputs: list[GroupOutput] = []
-        #: The last plan; ``take_all`` looks at it, if it was not submitted.
+        #: The last plan, which may not have been submitted.
         self._last_plan: StepPlan | None = None
-        #: What the last ``update`` has appended, until its caller has it.
+        #: Outputs of the last ``update``, until its caller has taken them.
         self.unreported: EngineCoreOutputs | None = None
         self._last_prompt_latency = self._last_update = 0.0
         self._make_parts()
 
     def _make_parts(self) -> None:
-        """Makes queues without a group, and what works on them."""
         options, speculator, num_stages = self.options, self._speculator, self._num_stages
         self.queues = SchedulingState(
             options,
@@ -93,10 +95,173 @@ class Scheduler:
         self._results = Results(self.queues, self._max_model_len, self._drafting)
         self._displaces = options.priority_preemption or self.queues.policy.preemptive
 
+    def schedule(self) -> StepPlan:
+        """Plans the next step; with steps in flight, only if it ``can_run_ahead``."""
+        if self._in_flight and not self.can_run_ahead:
+            raise RuntimeError(f"step {min(self._in_flight)} is in flight and its result is needed first")
+        step = Step(self._clock(), *self._budgets)
+        drafting = self._drafting
+        if drafting is None or (self._num_stages == 1 and not drafting.may_draft(self._in_flight)):
+            drafting = None
+        # A prompt that is computed whole may need the whole budget.
+        reserved = drafting.reserve(step.budget) if drafting is not None and self.options.cuts_prompts else 0
+        step.budget -= reserved
+        self.queues.reorder(step.now)
+        self.preparations.place_pinned()
+        preempting = self._displacement.preempt_for_waiting(step) if self._displaces else None
+        if self.options.batching == "prefill_first":
+            self._schedule_prefill_first(step, preempting)
+        else:
+            self._schedule_running(step)
+            if preempting is not None:
+                self._admission.admit_preempting(preempting, step)
+            elif not step.blocked_on_memory:  # preempted groups must neither be overtaken nor resume at once
+                self._admission.schedule_waiting(step)
+        self._end_unservable(step)
+        step.budget += reserved
+        if drafting is not None:
+            drafting.add_drafts(step)
+        self._stats.steps = self.queues.last_step = self._stats.steps + 1
+        plan = self._last_plan = make_plan(self.queues, step, self._stats.steps)
+        self.preparations.begin(step.now)
+        self.preparations.add_to(plan)
+        # Behind a step in flight, waiting would delay the requests that follow its result.
+        is_idle = not (plan.seq_ids or self._in_flight or self._pending_outputs)
+        plan.awaits_prepared = is_idle and self.preparations.num_preparing > 0
+        advance(self.queues, step)
+        self._in_flight[plan.step] = step
+        stats = self._stats
+        stats.decode_tokens += len(step.decodes) + len(step.drafted)
+        if step.extended:
+            stats.decode_tokens += sum(n for _, n in step.extended)
+        stats.prefill_tokens += step.num_prompt_tokens
+        stats.swapped_out_blocks += len(plan.blocks_to_swap_out)
+        stats.swapped_in_blocks += len(plan.blocks_to_swap_in)
+        return plan
+
+    def _schedule_prefill_first(self, step: Step, preempting: SequenceGroup | None) -> None:
+        """Whole prompts; without any, the running groups, then swapped ones."""
+        if preempting is not None:
+            self._admission.admit_preempting(preempting, step)
+        elif self._passed_delay(step.now):
+            while step.budget > 0 and (group := self._next_waiting(step.now)) is not None:
+                if not self._admission.admit_waiting(group, step):
+                    break
+        if step.prefills or step.decodes:
+            return
+        self._schedule_running(step)
+        while not step.blocked_on_memory and (group := self._first_swapped(step.now)) is not None:
+            first = self._admission.next_group(step.now)
+            overtakes = first is None or (first is not group and first.urgent)
+            if overtakes or not self._admission.admit_swapped(group, step):
+                break
+
+    def _schedule_running(self, step: Step) -> None:
+        for group in self._running.schedule_running(step):
+            self._end_exceeding(group, step)
+
+    def _next_waiting(self, now: float) -> SequenceGroup | None:
+        """The waiting group that goes before the swapped ones: if any is swapped, only an urgent one."""
+        if self._first_swapped(now) is None:
+            return self._admission.next_waiting(now)
+        first = self._admission.next_group(now)
+        return first if first is not None and first.urgent and first.status is SequenceStatus.WAITING else None
+
+    def _first_swapped(self, now: float) -> SequenceGroup | None:
+        return self.queues.peek(self.queues.swapped, now)
+
+    def _passed_delay(self, now: float) -> bool:
+        """``scheduler_delay_factor``: from the earliest arrival on, in multiples of the last prompt step's seconds."""
+        factor, queues = self.options.scheduler_delay_factor, self.queues
+        if not factor or not queues.running:
+            return True
+        earliest = [g.arrival for g in (queues.waiting.earliest(), queues.waiting_long.earliest()) if g is not None]
+        return bool(earliest) and now - min(earliest)[0] > factor * self._last_prompt_latency
+
+    def _end_unservable(self, step: Step) -> None:
+        """Ends a group of several sequences that does not fit although no other holds a block: it never will."""
+        if self.queues.running or step.blocked_on_memory or step.ended:
+            return
+        swapped = self._first_swapped(step.now) if self.options.batching == "prefill_first" else None
+        group = self._next_waiting(step.now) if swapped is not None else None
+        group = group or swapped or self._admission.next_group(step.now)
+        # Tokens in flight may end some or all of its sequences.
+        if group is not None and not self._admission.has_tokens_in_flight(group):
+            self._end_exceeding(group, step)
+
+    def _end_exceeding(self, group: SequenceGroup, step: Step) -> None:
+        step.ended = True
+        lengths = [len(s.token_ids) for s in group.seqs]
+        message = (
+            f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens have outgrown the KV cache of "
+            f"{self.blocks.pinned.capacity} of {self.blocks.block_size} tokens, alone in it"
+        )
+        self._fail(group, message, exceeds_kv_cache=True)
+
+    def update(self, plan: StepPlan, result: StepResult) -> EngineCoreOutputs:
+        """Applies the result of a plan: appends tokens, ends finished sequences. Called in the order of the plans."""
+        step = self._in_flight.pop(plan.step)
+        self.queues.last_result = plan.step
+        now = self._clock()
+        if step.prefills:  # a step planned ahead starts when the one before it is done
+            self._last_prompt_latency = now - max(step.now, self._last_update)
+        self._last_update, cost = now, self._preemption.cost
+        for num_bytes, seconds in result.swaps:
+            cost.observe_move(num_bytes, seconds)
+        if step.num_prompt_tokens > 4 * len(step.decodes) and result.seconds:
+            computing = result.seconds - result.swap_seconds - result.draft_seconds
+            cost.observe_prefill(step.num_prompt_tokens + len(step.decodes), computing)
+        outputs = self.unreported = EngineCoreOutputs()
+        self._results.update(step, result, outputs)
+        for group, message, adapter_failed in self.preparations.update(plan, result):
+            self._fail(group, message, adapter_failed=adapter_failed)
+        for group, message in self.queues.take_policy_failures():
+            self._fail(group, message)
+        outputs.groups += self._pop_pending_outputs()
+        return outputs
+
+    def fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
+        """Ends with an error every group of a plan that failed, and those whose blocks it was to move."""
+        step = self._in_flight.pop(plan.step)
+        self.queues.last_result = plan.step
+        decoding = [*step.decodes, *(s for s, _ in step.drafted), *(s for s, _ in step.extended)]
+        lost = step.prefill_groups + step.swapped_groups + step.with_contexts
+        groups = {g.group_id: g for g in [s.group for s in decoding] + lost}
+        self.preparations.repeat(plan)
+        if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
+            self.blocks.reset_prefix_cache()
+        for group_id, group in groups.items():
+            if group_id in self.queues.groups:
+                self._fail(group, message)
+        return EngineCoreOutputs(groups=self._pop_pending_outputs())
+
+    def _fail(
+        self, group: SequenceGroup, message: str, *, exceeds_kv_cache: bool = False, adapter_failed: bool = False
+    ) -> None:
+        self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
+        output = GroupOutput(group.group_id, group.status.value, message, None, exceeds_kv_cache, adapter_failed)
+        self._pending_outputs.append(output)
+
+    def _pop_pending_outputs(self) -> list[GroupOutput]:
+        pending, self._pending_outputs = self._pending_outputs, []
+        return pending
+
     @property
     def has_work(self) -> bool:
         """Whether a group is unfinished, or the end of one is still to be reported."""
         return bool(self.queues.groups or self._pending_outputs)
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether any group can be scheduled before the results of the steps in flight are known."""
+        queues = self.queues
+        if self._num_stages == 1 and self._drafting is not None and self._drafting.awaits_results(self._in_flight):
+            return False
+        if self._num_stages > 1 and queues.num_waiting:
+            now = self._clock()
+            if any(queues.peek(queue, now) is not None for queue in (queues.waiting, queues.waiting_long)):
+                return True
+        return any(not (g.seqs[0].is_ending or g.awaits_result) for g in queues.running)
 
     @property
     def move_cost(self) -> MoveCost:
@@ -106,31 +271,24 @@ class Scheduler:
     def add(self, request: EngineCoreRequest) -> None:
         """Queues a group; one that could never run ends as ignored with the next ``update``.
 
-        The prompt must be shorter than ``max_model_len``; as long at most if nothing is sampled.
+        The prompt must be shorter than ``max_model_len``; if nothing is sampled, it may be as long.
         """
         if (error := self.preparations.refusal(request)) is not None:
-            self._pending_outputs.append(
-                GroupOutput(request.group_id, SequenceStatus.FINISHED_IGNORED.value, str(error))
-            )
+            ignored = GroupOutput(request.group_id, SequenceStatus.FINISHED_IGNORED.value, str(error))
+            self._pending_outputs.append(ignored)
             return
         group = self.queues.add(request)
-        rejection_reason = self._admission.rejection_reason(group)
-        if rejection_reason is not None:
+        if (rejection_reason := self._admission.rejection_reason(group)) is not None:
             self.queues.end_group(group, SequenceStatus.FINISHED_IGNORED)
             self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, rejection_reason))
 
     def finish_group(self, group_id: int, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
-        """Ends a group in any state and frees all it holds; no effect if it has ended."""
         group = self.queues.groups.get(group_id)
         if group is not None:
             self.queues.end_group(group, status)
 
     def finish_sequence(self, group_id: int, index: int) -> None:
-        """Ends one sequence of a group, as a stop string does.
-
-        No effect if it has ended, before the group has forked (no sequence has text then), and on beams, which end
-        together.
-        """
+        """Ends one sequence of a group, as a stop string does; no effect on beams and before the group has forked."""
         group = self.queues.groups.get(group_id)
         if group is None or group.num_pending_forks or group.beam is not None:
             return
@@ -140,30 +298,18 @@ class Scheduler:
                 return
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
-        """Forgets the contents of all blocks that groups to come could share, but of pinned ones.
-
-        ``reset_running_requests``: groups that hold blocks give them up, and compute their tokens again.
-        """
+        """Empties the prefix cache, but for pinned blocks; with ``reset_running_requests``, groups recompute theirs."""
         if reset_running_requests:
             self._preemption.recompute_all()
         self.blocks.reset_prefix_cache()
 
-    # --- after an exception of the scheduler itself ------------------------------------------------------------------
-
     def take_all(self, last_submitted: int) -> tuple[list[EngineCoreRequest], list[GroupOutput]]:
-        """Takes all groups out after an exception, in order of arrival, so that ``add`` can go on with each of them.
+        """Takes all groups out after an exception of the scheduler, in order of arrival; ``add`` resumes them.
 
-        The exception may have come anywhere, so queues are made anew and all blocks are freed; the workers forget all
-        sequences with the next plan. No step may be in flight.
+        The queues are made anew and all blocks are freed; the workers forget all sequences with the next plan. No step
+        may be in flight; the workers have the plan of ``last_submitted``.
 
-        Args:
-            last_submitted: Number of the last step whose plan the workers have.
-
-        Returns:
-            The requests with their progress; and ends of others, not reported yet or because their state is torn.
-
-        Raises:
-            RuntimeError: a block was lost.
+        Returns the requests with their progress; and the ends of other groups. A lost block is a RuntimeError.
         """
         before, requests, ends = self.queues, [], self._pop_pending_outputs()
         for group in sorted(before.groups.values(), key=lambda group: group.arrival):
@@ -188,203 +334,20 @@ class Scheduler:
         self._last_plan = None
         return requests, ends
 
-    # --- one step ---------------------------------------------------------------------------------------------------
-
-    @property
-    def can_run_ahead(self) -> bool:
-        """Whether any group can be scheduled before the results of the steps in flight are known."""
-        if self._num_stages == 1 and self._drafting is not None and self._drafting.awaits_results(self._in_flight):
-            return False
-        if self._num_stages > 1 and self.queues.num_waiting and self._may_admit:
-            return True
-        return any(not (g.seqs[0].is_ending or g.awaits_result) for g in self.queues.running)
-
-    @property
-    def _may_admit(self) -> bool:
-        """Whether a waiting group could be admitted, as far as preparations are concerned."""
-        queues, now = self.queues, self._clock()
-        return any(queues.peek(queue, now) is not None for queue in (queues.waiting, queues.waiting_long))
-
-    def schedule(self) -> StepPlan:
-        """Plans the next step.
-
-        Raises:
-            RuntimeError: steps are in flight and no group can be scheduled before their results are known.
-        """
-        if self._in_flight and not self.can_run_ahead:
-            raise RuntimeError(f"step {min(self._in_flight)} is in flight and its result is needed first")
-        step = Step(self._clock(), *self._budgets)
-        drafting = self._drafting
-        if drafting is None or (self._num_stages == 1 and not drafting.may_draft(self._in_flight)):
-            drafting = None
-        # A prompt that is computed whole may need the whole budget.
-        reserved = drafting.reserve(step.budget) if drafting is not None and self.options.cuts_prompts else 0
-        step.budget -= reserved
-        self.queues.reorder(step.now)
-        self.preparations.place_pinned()
-        preempting = self._displacement.preempt_for_waiting(step) if self._displaces else None
-        if self.options.batching == "prefill_first":
-            self._schedule_prefill_first(step, preempting)
-        else:
-            self._schedule_mixed(step, preempting)
-        self._end_unservable(step)
-        step.budget += reserved
-        if drafting is not None:
-            drafting.add_drafts(step)
-        self._stats.steps = self.queues.last_step = self._stats.steps + 1
-        plan = self._last_plan = make_plan(self.queues, step, self._stats.steps)
-        self.preparations.begin(step.now)
-        self.preparations.add_to(plan)
-        # Behind a step in flight, waiting would delay those that follow its result.
-        is_idle = not (plan.seq_ids or self._in_flight or self._pending_outputs)
-        plan.awaits_prepared = is_idle and self.preparations.num_preparing > 0
-        advance(self.queues, step)
-        self._in_flight[plan.step] = step
-        self._count_totals(step, plan)
-        return plan
-
-    def _schedule_running(self, step: Step) -> None:
-        for group in self._running.schedule_running(step):
-            self._end_exceeding(group, step)
-
-    def _schedule_mixed(self, step: Step, preempting: SequenceGroup | None) -> None:
-        """Decodes first, then prompt chunks and newly admitted groups; ``preempting`` has preempted others."""
-        self._schedule_running(step)
-        if preempting is not None:
-            self._admission.admit_preempting(preempting, step)
-        elif not step.blocked_on_memory:  # preempted groups must neither be overtaken nor resume at once
-            self._admission.schedule_waiting(step)
-
-    def _schedule_prefill_first(self, step: Step, preempting: SequenceGroup | None) -> None:
-        """Whole prompts; without any, the running groups, then swapped ones."""
-        if preempting is not None:
-            self._admission.admit_preempting(preempting, step)
-        elif self._passed_delay(step.now):
-            while step.budget > 0 and (group := self._next_waiting(step.now)) is not None:
-                if not self._admission.admit_waiting(group, step):
-                    break
-        if step.prefills or step.decodes:
-            return
-        self._schedule_running(step)
-        while not step.blocked_on_memory and (group := self._first_swapped(step.now)) is not None:
-            first = self._admission.next_group(step.now)
-            overtakes = first is None or (first is not group and first.urgent)
-            if overtakes or not self._admission.admit_swapped(group, step):
-                break
-
-    def _next_waiting(self, now: float) -> SequenceGroup | None:
-        """The waiting group that goes before the swapped ones: if there are any, only an urgent one."""
-        if self._first_swapped(now) is None:
-            return self._admission.next_waiting(now)
-        first = self._admission.next_group(now)
-        return first if first is not None and first.urgent and first.status is SequenceStatus.WAITING else None
-
-    def _first_swapped(self, now: float) -> SequenceGroup | None:
-        return self.queues.peek(self.queues.swapped, now)
-
-    def _passed_delay(self, now: float) -> bool:
-        """``scheduler_delay_factor``: lets the waiting queue fill for so many times the last prompt step's seconds.
-
-        Counted from the earliest arrival of all that wait, whatever the policy: later ones do not prolong the delay.
-        """
-        factor = self.options.scheduler_delay_factor
-        if not factor or not self.queues.running:
-            return True
-        group = self.queues.earliest_waiting
-        return group is not None and now - group.request.arrival_time > factor * self._last_prompt_latency
-
-    def _end_unservable(self, step: Step) -> None:
-        """Ends a group of several sequences that does not fit although no other holds a block: it never will."""
-        if self.queues.running or step.blocked_on_memory or step.ended:
-            return
-        swapped = self._first_swapped(step.now) if self.options.batching == "prefill_first" else None
-        group = self._next_waiting(step.now) if swapped is not None else None
-        group = group or swapped or self._admission.next_group(step.now)
-        # Tokens in flight may end some or all of its sequences.
-        if group is not None and not self._admission.has_tokens_in_flight(group):
-            self._end_exceeding(group, step)
-
-    def _end_exceeding(self, group: SequenceGroup, step: Step) -> None:
-        step.ended = True
-        lengths = [len(s.token_ids) for s in group.seqs]
-        message = (
-            f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens have outgrown the KV cache of "
-            f"{self.blocks.pinned.capacity} of {self.blocks.block_size} tokens, alone in it"
-        )
-        self._fail(group, message, exceeds_kv_cache=True)
-
-    def _fail(
-        self, group: SequenceGroup, message: str, *, exceeds_kv_cache: bool = False, adapter_failed: bool = False
-    ) -> None:
-        self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-        output = GroupOutput(group.group_id, group.status.value, message, None, exceeds_kv_cache, adapter_failed)
-        self._pending_outputs.append(output)
-
-    def _count_totals(self, step: Step, plan: StepPlan) -> None:
-        stats = self._stats
-        stats.decode_tokens += len(step.decodes) + len(step.drafted)
-        if step.extended:
-            stats.decode_tokens += sum(n for _, n in step.extended)
-        stats.prefill_tokens += step.num_prompt_tokens
-        stats.swapped_out_blocks += len(plan.blocks_to_swap_out)
-        stats.swapped_in_blocks += len(plan.blocks_to_swap_in)
-
-    def update(self, plan: StepPlan, result: StepResult) -> EngineCoreOutputs:
-        """Applies the result of a plan: appends tokens, ends what has finished. Called in the order of the plans."""
-        step = self._in_flight.pop(plan.step)
-        self.queues.last_result = plan.step
-        now = self._clock()
-        if step.prefills:  # a step planned ahead starts when the one before it is done
-            self._last_prompt_latency = now - max(step.now, self._last_update)
-        self._last_update = now
-        self._observe_costs(step, plan, result)
-        outputs = self.unreported = EngineCoreOutputs()
-        self._results.update(step, result, outputs)
-        for group, message, adapter_failed in self.preparations.update(plan, result):
-            self._fail(group, message, adapter_failed=adapter_failed)
-        for group, message in self.queues.take_policy_failures():
-            self._fail(group, message)
-        outputs.groups += self._pop_pending_outputs()
-        return outputs
-
-    def fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
-        """Ends with an error every group of a plan that could not be executed; the others continue.
-
-        It is not known how much of the plan was executed, so groups whose blocks it was to move end too.
-        """
-        step = self._in_flight.pop(plan.step)
-        self.queues.last_result = plan.step
-        decoding = [*step.decodes, *(s for s, _ in step.drafted), *(s for s, _ in step.extended)]
-        lost = step.prefill_groups + step.swapped_groups + step.with_contexts
-        groups = {g.group_id: g for g in [s.group for s in decoding] + lost}
-        self.preparations.repeat(plan)
-        if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
-            self.blocks.reset_prefix_cache()
-        for group_id, group in groups.items():
-            if group_id in self.queues.groups:
-                self._fail(group, message)
-        return EngineCoreOutputs(groups=self._pop_pending_outputs())
-
-    def _pop_pending_outputs(self) -> list[GroupOutput]:
-        pending, self._pending_outputs = self._pending_outputs, []
-        return pending
-
-    def _observe_costs(self, step: Step, plan: StepPlan, result: StepResult) -> None:
-        """Updates the observed costs of moving a block and of computing a token."""
-        for num_bytes, seconds in result.swaps:
-            self._preemption.cost.observe_move(num_bytes, seconds)
-        if step.num_prompt_tokens > 4 * len(step.decodes) and result.seconds:
-            computing = result.seconds - result.swap_seconds - result.draft_seconds
-            self._preemption.cost.observe_prefill(step.num_prompt_tokens + len(step.decodes), computing)
-
     def stats(self) -> SchedulerStats:
         """Queues and blocks now, and totals so far. Its time grows with the number of running sequences."""
-        stats = self.counts()
-        stats.empty_slots = self._empty_slots()
+        stats, size = self.counts(), self.blocks.block_size
+        # Slots of used blocks without a token; a shared block counts once.
+        held: dict[int, int] = {}
+        for group in self.queues.running:
+            for seq in group.seqs:
+                for index, block in self.blocks.held(seq.seq_id):
+                    held[block] = max(held.get(block, 0), min(size, seq.num_computed - index * size))
+        stats.empty_slots = len(held) * size - sum(max(0, tokens) for tokens in held.values())
         return stats
 
     def counts(self) -> SchedulerStats:
-        """As ``stats`` in constant time: ``empty_slots`` is as ``stats`` last counted it."""
+        """``stats`` in constant time: ``empty_slots`` is as ``stats`` last counted it."""
         stats, queues, blocks = self._stats, self.queues, self.blocks
         stats.num_waiting, stats.num_running = queues.num_waiting, len(queues.running)
         stats.num_swapped = len(queues.swapped)
@@ -400,13 +363,3 @@ class Scheduler:
         prefixes = blocks.prefixes
         stats.prefix_queried_tokens, stats.prefix_hit_tokens = prefixes.cached_queries, prefixes.cached_hits
         return stats
-
-    def _empty_slots(self) -> int:
-        """Slots of used blocks without a token; a shared block counts once."""
-        size = self.blocks.block_size
-        held: dict[int, int] = {}
-        for group in self.queues.running:
-            for seq in group.seqs:
-                for index, block in self.blocks.held(seq.seq_id):
-                    held[block] = max(held.get(block, 0), min(size, seq.num_computed - index * size))
-        return len(held) * size - sum(max(0, tokens) for tokens in held.values())

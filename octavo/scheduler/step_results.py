@@ -1,4 +1,4 @@
-"""Applies the result of a step: appends tokens, ends sequences and groups, chooses beams."""
+"""Applies the result of a step (vLLM's ``update_from_output``): appends tokens, ends sequences, chooses beams."""
 
 from __future__ import annotations
 
@@ -17,18 +17,11 @@ from octavo.scheduler.step import Step
 
 
 class Results:
-    """Applies step results to the queues."""
-
     def __init__(self, queues: SchedulingState, max_model_len: int, drafting: Drafting | None = None) -> None:
-        self._queues = queues
-        self._drafting = drafting
-        self._max_model_len = max_model_len
+        self._queues, self._max_model_len, self._drafting = queues, max_model_len, drafting
 
     def update(self, step: Step, result: StepResult, outputs: EngineCoreOutputs) -> None:
-        """Appends sampled tokens, adds full blocks to the prefix cache, ends what has finished.
-
-        ``outputs`` gets each token as it is appended, so that it is right even if this raises.
-        """
+        """``outputs`` gets each token as it is appended, so that it is right even if this raises."""
         self._register_filled(step)
         for group in step.with_contexts:
             if group.cross is not None and group.status is SequenceStatus.RUNNING:
@@ -53,32 +46,29 @@ class Results:
     def _complete(self, group: SequenceGroup, updates: list[GroupOutput]) -> None:
         """Ends a group whose prompt is computed and that samples nothing; pins the prompt if it is a shared prefix."""
         status, error = SequenceStatus.FINISHED_LENGTH, None
-        if group.request.options.pin_as is not None:
+        blocks, tokens, name = self._queues.blocks, group.request.prompt_token_ids, group.request.options.pin_as
+        if name is not None:
             if group.status is not SequenceStatus.RUNNING:
                 return  # preempted while this step was in flight: computed again
-            status, error = self._pin(group, group.request.options.pin_as)
+            beside = blocks.demand(blocks.blocks_for(self._max_model_len))
+            pinned = blocks.pinned.add(name, group.seqs[0].seq_id, tokens, group.context, beside)
+            if pinned is AllocStatus.NEVER:
+                status, needed = SequenceStatus.FINISHED_IGNORED, blocks.blocks_for(self._max_model_len)
+                error = (
+                    f"its {blocks.blocks_for(len(tokens))} blocks would leave too few for a request of max_model_len="
+                    f"{self._max_model_len} tokens, which needs {needed} of the {blocks.pinned.capacity}; shorten the "
+                    "prefix, lower max_model_len or give the KV cache more memory"
+                )
+            elif pinned is AllocStatus.LATER:
+                status = SequenceStatus.FINISHED_ERROR
+                error = "blocks of it were lost while it was computed; add it again"
         self._queues.end_group(group, status)
         updates.append(GroupOutput(group.group_id, group.status.value, error))
-
-    def _pin(self, group: SequenceGroup, name: str) -> tuple[SequenceStatus, str | None]:
-        """Pins the prompt's blocks; how its group ends, and why if they cannot be."""
-        blocks, tokens = self._queues.blocks, group.request.prompt_token_ids
-        beside = blocks.demand(blocks.blocks_for(self._max_model_len))
-        status = blocks.pinned.add(name, group.seqs[0].seq_id, tokens, group.context, beside)
-        if status is AllocStatus.NEVER:
-            return SequenceStatus.FINISHED_IGNORED, (
-                f"its {blocks.blocks_for(len(tokens))} blocks would leave too few for a request of max_model_len="
-                f"{self._max_model_len} tokens, which needs {blocks.blocks_for(self._max_model_len)} of the "
-                f"{blocks.pinned.capacity}; shorten the prefix, lower max_model_len or give the KV cache more memory"
-            )
-        if status is AllocStatus.LATER:
-            return SequenceStatus.FINISHED_ERROR, "blocks of it were lost while it was computed; add it again"
-        return SequenceStatus.FINISHED_LENGTH, None
 
     def _append_sampled(
         self, step: Step, result: StepResult, outputs: EngineCoreOutputs, beams: dict[int, SequenceGroup]
     ) -> list[Sequence]:
-        """Appends sampled tokens; returns the sequences that finish, and adds groups of beams to ``beams``."""
+        """Returns the sequences that end, and adds groups of beams to ``beams``."""
         sequences, extras = self._queues.sequences, result.extras
         ended: list[Sequence] = []
         several = result.num_tokens or extras
@@ -105,7 +95,7 @@ class Results:
     def _append_one_each(
         self, step: Step, result: StepResult, outputs: EngineCoreOutputs
     ) -> list[tuple[int, list[int]]]:
-        """Appends the token of each sequence that goes on after it: nearly all, nearly always. Returns the others."""
+        """Appends one token to each sequence that continues (nearly all); returns the other sequences and tokens."""
         find, others = self._queues.sequences.get, []
         left = self._append_steady(step, result, outputs)
         add_group, add_index, add_token = outputs.group_ids.append, outputs.indexes.append, outputs.token_ids.append
@@ -124,34 +114,29 @@ class Results:
         return others
 
     def _append_steady(self, step: Step, result: StepResult, outputs: EngineCoreOutputs) -> Iterable[tuple[int, int]]:
-        """Appends the tokens of the steady sequences that go on after them; returns the other sequences and tokens."""
+        """Appends the tokens of the steady sequences that continue; returns the other sequences and tokens."""
         columns, count = step.steady, len(step.steady.seq_ids)
         if result.seq_ids[:count] != columns.seq_ids:
             return zip(result.seq_ids, result.token_ids, strict=True)
-        tokens, apart = result.token_ids[:count], self._may_end(step, result.token_ids)
-        if apart:
-            columns = columns.copy()
-            for position in reversed(apart):
-                columns.remove(position)
-                del tokens[position]
-        for known, token in zip(columns.token_ids, tokens, strict=True):
-            known.append(token)
-        outputs.group_ids, outputs.indexes, outputs.token_ids = columns.group_ids.copy(), columns.indexes.copy(), tokens
-        others = zip(result.seq_ids[count:], result.token_ids[count:], strict=True)
-        return [*((result.seq_ids[i], result.token_ids[i]) for i in apart), *others] if apart else others
-
-    def _may_end(self, step: Step, tokens: list[int]) -> list[int]:
-        """Positions of the steady sequences that end with their tokens, or have ended while the step ran."""
-        columns, apart = step.steady, step.ending
-        if not columns.stop_token_ids.isdisjoint(tokens):
+        tokens, apart = result.token_ids[:count], step.ending
+        if not columns.stop_token_ids.isdisjoint(result.token_ids):
             apart = [*apart, *(i for i, seq in enumerate(columns.seqs) if tokens[i] in seq.stop_token_ids)]
         if self._queues.num_ended > step.num_ended:
             unfinished = self._queues.sequences
             apart = [*apart, *(i for i, seq_id in enumerate(columns.seq_ids) if seq_id not in unfinished)]
-        return sorted({*apart}) if apart else apart
+        if apart:  # they end with their tokens, or have ended while the step ran
+            apart, columns = sorted({*apart}), columns.copy()
+            for position in reversed(apart):
+                columns.remove(position)
+                del tokens[position]
+        for token_ids, token in zip(columns.token_ids, tokens, strict=True):
+            token_ids.append(token)
+        outputs.group_ids, outputs.indexes, outputs.token_ids = columns.group_ids.copy(), columns.indexes.copy(), tokens
+        others = zip(result.seq_ids[count:], result.token_ids[count:], strict=True)
+        return [*((result.seq_ids[i], result.token_ids[i]) for i in apart), *others] if apart else others
 
     def _append_forced(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
-        """Appends tokens that grammars force, which are not computed yet; returns the sequences that finish."""
+        """Appends uncomputed tokens that grammars force; returns the sequences that end."""
         ended = []
         for seq_id, forced in result.forced_tokens.items():
             seq = self._queues.sequences.get(seq_id)
@@ -169,10 +154,9 @@ class Results:
         return ended
 
     def _resolve_drafts(self, step: Step) -> None:
-        """Counts accepted tokens but the last as computed; KV entries of rejected drafts will be overwritten.
+        """Counts accepted tokens but the last as computed; blocks with rejected drafts alone are freed.
 
-        Blocks without any other are given back. Those of a sequence that ends with this step enter the prefix cache,
-        too, as if it had decoded one token a step.
+        Blocks of a sequence that ends with this step enter the prefix cache, as if it had decoded one token a step.
         """
         sequences, blocks = self._queues.sequences, self._queues.blocks
         size = blocks.block_size
@@ -190,22 +174,17 @@ class Results:
                 seq.slots_end = min(blocks.slots_end(computed, 1 + len(drafts)), seq.max_length - 1)
 
     def _register_filled(self, step: Step) -> None:
-        """Adds the blocks that the step has filled, whose token ids are all known, to the prefix cache.
-
-        A sequence that was preempted since that step was planned holds them no longer.
-        """
         prefixes = self._queues.blocks.prefixes
         if not prefixes.enabled:
             return
         for seq, num_computed in step.filled:
-            if seq.status is SequenceStatus.RUNNING:
+            if seq.status is SequenceStatus.RUNNING:  # else preempted since: it holds no blocks
                 group = seq.group
                 prefixes.register(seq.seq_id, seq.token_ids, num_computed, group.context, group.features)
 
     def _choose_beams(
         self, group: SequenceGroup, extras: dict[int, SequenceResult], outputs: EngineCoreOutputs
     ) -> None:
-        """One step of a beam search: which beams survive, which fork, and whether the search is done."""
         assert group.beam is not None
         results = [extras.get(seq.seq_id, SequenceResult()) for seq in group.seqs]
         errors = [e.error for e in results if e.error is not None]
@@ -245,7 +224,7 @@ class Results:
 
 
 def _tokens_of(result: StepResult) -> Iterator[tuple[int, list[int]]]:
-    """The sampled tokens of each sequence; none for one with something else, such as logprobs of its prompt."""
+    """The sampled tokens of each sequence; none for a sequence with other results, such as prompt logprobs."""
     if result.num_tokens:
         tokens = iter(result.token_ids)
         new = [list(itertools.islice(tokens, count)) for count in result.num_tokens]
@@ -259,7 +238,6 @@ def _tokens_of(result: StepResult) -> Iterator[tuple[int, list[int]]]:
 
 
 def _append(seq: Sequence, new: list[int], update: SequenceOutput) -> None:
-    """Appends tokens, up to one that ends the sequence: a stop token, or the last that its limit allows."""
     tokens, stops = seq.token_ids, seq.stop_token_ids
     if len(tokens) + len(new) < seq.max_length and stops.isdisjoint(new):
         tokens += new

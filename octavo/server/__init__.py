@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI routes, streaming, authentication, limits, metrics, logs."""
+"""HTTP: the routes, streaming, authentication, limits, metrics, logs. Read ``app.py`` first, then ``state.py``."""

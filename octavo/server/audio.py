@@ -1,16 +1,14 @@
-"""The routes for recordings."""
+"""Recordings: the routes for transcriptions and translations, whose bodies are forms."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -20,11 +18,11 @@ from starlette.responses import Response
 
 from octavo.config.server_options import FORM_BYTES
 from octavo.core.errors import AudioError, ConfigError, WorkerError
-from octavo.core.request import RequestOptions
-from octavo.server.fields import Int, Labels, Name, Seed, hint, refused
+from octavo.process.children import WorkThread
+from octavo.server.fields import Name, QueuedFields, Seed, hint, refused
+from octavo.server.generation import request_options
 from octavo.server.http.bodies import read_model
-from octavo.server.http.errors import ApiError
-from octavo.server.http.middleware import client_of
+from octavo.server.http.errors import ApiError, invalid, server_error
 from octavo.server.http.streaming import EventStream, with_cancellation
 from octavo.server.logging import log_fields
 from octavo.server.state import ServerState, state_of
@@ -33,58 +31,43 @@ from octavo.speech.audio_reader import AudioReader, SandboxRecording
 from octavo.speech.segments import Segment, Transcription
 from octavo.speech.transcription import Task, TranscriptionParams, as_srt, as_text, as_vtt, json_object, verbose_object
 
-# Fields of requests about recordings, which come as the parts of a form.
+logger = logging.getLogger("octavo.server")
+
+# Fields of requests, which are the parts of a form.
 
 _SAMPLER = "the temperature is what there is"
-#: Fields whose values are texts; those of others are read as JSON where they are such.
+#: Fields whose values are texts; the values of others are read as JSON where they are JSON.
 _TEXTS = frozenset({"model", "language", "prompt", "hotwords", "response_format", "user", "cache_salt", "to_language"})
-#: Fields that may come several times: as ``name[]``.
+#: Fields that may be repeated, as ``name[]``.
 _LISTS = ("timestamp_granularities", "include", "known_speaker_names", "known_speaker_references")
 
 ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
 Context = Annotated[str, Field(max_length=10_000)]
 
 
-class AudioRequest(Labels):
-    """Fields of both routes; ``file``, the recording, is read beside them."""
+class AudioRequest(QueuedFields):
+    """Fields of both routes; ``file``, the recording, is not one of them."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
-    prompt: Context | None = Field(
-        None, description="Text before the recording, which sets its style and how names are written."
-    )
-    response_format: ResponseFormat = Field(
-        "json", description="Form of the answer; a stream has events whatever it says."
-    )
+    prompt: Context | None = Field(None, description="Text before the recording: its style, and spellings of names.")
+    language: Name | None = Field(None, description="Code or name of the spoken language; default: detected.")
+    response_format: ResponseFormat = Field("json", description="Format of the response; a stream always has events.")
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
-        None, description="0, the default: the likeliest answer, drawn at 0.2, 0.4, ... 1 where it looks wrong."
+        None, description="0 (default): greedy, with a fallback to 0.2, 0.4, ... 1."
     )
-    stream: bool | None = Field(None, description="Send the text of each part as soon as it is certain.")
+    stream: bool | None = Field(None, description="Send the text of each segment as soon as it is certain.")
     hotwords: Context | None = Field(None, description="Words that may occur in the recording.")
-    condition_on_previous_text: bool | None = Field(
-        None, description="Go on from the text before each 30 seconds (default: true)."
-    )
+    condition_on_previous_text: bool | None = Field(None, description="Continue the text of a window (default: true).")
     compression_ratio_threshold: float | None = Field(
-        None, description="An answer is drawn again if zlib makes it smaller than by this factor (default: 2.4)."
+        None, description="A text that zlib compresses by more than this factor is sampled again (default: 2.4)."
     )
     logprob_threshold: float | None = Field(
-        None, description="An answer is drawn again if its tokens' mean logprob is lower (default: -1)."
+        None, description="A text with a lower mean logprob is sampled again (default: -1)."
     )
     no_speech_threshold: float | None = Field(
-        None, description="A window that is silent with a higher probability has no text (default: 0.6)."
+        None, description="A window with a higher probability of silence has no text (default: 0.6)."
     )
-    seed: Seed | None = Field(None, description="Of what is drawn at temperatures above 0.")
-    user: Name | None = Field(
-        None, description="Whose request it is, for scheduling policies that look at it; the result is the same."
-    )
-    priority: Int | float | None = Field(
-        None, description="Lower goes first; only 0 under a scheduling policy that does not look at it."
-    )
-    ttft_target: float | None = Field(
-        None, description="Seconds to the first token that the deadline policy aims at; refused under others."
-    )
-    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
-        None, description="Requests with different salts share no cached recording."
-    )
+    seed: Seed | None = Field(None, description="Makes sampling reproducible.")
     include: Any = refused("logprobs are not sent; verbose_json has the mean of each segment", [])
     chunking_strategy: Any = hint("a window begins where what was said before it ends")
     known_speaker_names: Any = refused("speakers are not told apart", [])
@@ -105,32 +88,18 @@ class AudioRequest(Labels):
 
 
 class TranscriptionRequest(AudioRequest):
-    """Of ``/v1/audio/transcriptions``."""
-
-    language: Name | None = Field(
-        None, description="Code or name of the language that is spoken; default: it is detected."
-    )
     timestamp_granularities: list[Literal["segment", "word"]] | None = Field(
-        None, description="What verbose_json has times of (default: segments); comes as timestamp_granularities[]."
+        None, description="Timestamps of verbose_json (default: segments); sent as timestamp_granularities[]."
     )
     to_language: Any = refused("/v1/audio/translations translates into English")
 
 
 class TranslationRequest(AudioRequest):
-    """Of ``/v1/audio/translations``: into English."""
-
-    language: Name | None = Field(
-        None, description="Code or name of the language that is spoken; default: it is detected."
-    )
     to_language: Any = refused("translations are English", "en", "english")
 
 
 def read_values(parts: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """The values of a form's texts as they would be in JSON.
-
-    Raises:
-        ValueError: a field comes twice; the message names it.
-    """
+    """The values of a form's texts as JSON has them; raises ``ValueError`` if a field comes twice."""
     values: dict[str, Any] = {}
     for name, text in parts:
         plain = name.removesuffix("[]")
@@ -150,37 +119,32 @@ def _value(text: str) -> Any:
         return text
 
 
-# Reads a form with a recording, as OpenAI's clients send it.
+# The form.
 
 R = TypeVar("R", bound=AudioRequest)
 
-#: Most texts in a form; all of them have at most FORM_BYTES. Bytes of the head of a part.
+#: Most texts in a form (all together have at most FORM_BYTES), and bytes of the head of a part.
 _MAX_FIELDS = 100
 _MAX_HEAD_BYTES = 16 << 10
 _FILE = "file"
-#: Bytes that are searched at once: some milliseconds, after which other threads have a turn.
+#: Bytes that are searched at once: a few milliseconds, after which other threads have a turn.
 _SLICE = 1 << 20
-#: Longest boundary (RFC 2046, 5.1.1), and most spaces after one that are taken.
+#: Longest boundary (RFC 2046, 5.1.1), and most spaces after one.
 _MAX_BOUNDARY = 70
 _MAX_PADDING = 16
 
-#: A single thread, as for other large bodies.
-_splitter = ThreadPoolExecutor(1, thread_name_prefix="octavo-forms")
+_splitter = WorkThread("forms")
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A recording as it was sent."""
-
-    #: What errors call it.
+    #: For errors.
     name: str
     data: bytes
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a form."""
-
     name: str
     #: None: the part is a text; else it is a file, whose name may be empty.
     filename: str | None
@@ -188,11 +152,7 @@ class Part:
 
 
 def split_form(body: bytes, content_type: str) -> list[Part]:
-    """The parts of a form (multipart/form-data: RFC 7578), in their order.
-
-    Raises:
-        ApiError: 400, it is no form, or has too much in it.
-    """
+    """The parts of a form (multipart/form-data: RFC 7578), in their order."""
     from python_multipart.multipart import parse_options_header
 
     kind, options = parse_options_header(content_type)
@@ -220,30 +180,29 @@ def split_form(body: bytes, content_type: str) -> list[Part]:
 def _spans(body: bytes, boundary: bytes) -> Iterator[tuple[int, int]]:
     """(start, end) of each part, with its head, between two boundaries.
 
-    What only begins as a boundary does is part of the content.
+    Lines that only begin like a boundary belong to the content.
     """
     delimiter = b"--" + re.escape(boundary) + rb"(?:(--)|[ \t]{0,%d}\r\n)" % _MAX_PADDING
     # The line break before a boundary belongs to it; only the first one may be without.
-    found, pattern = re.compile(delimiter).match(body), re.compile(rb"\r\n" + delimiter)
+    match, pattern = re.compile(delimiter).match(body), re.compile(rb"\r\n" + delimiter)
     overlap = len(boundary) + _MAX_PADDING + 8
     start, position = -1, 0
-    while found or position < len(body):
-        found = found or pattern.search(body, position, position + _SLICE + overlap)
-        if found is None:
+    while match or position < len(body):
+        match = match or pattern.search(body, position, position + _SLICE + overlap)
+        if match is None:
             position += _SLICE
             continue
         if start >= 0:
-            yield start, max(start, found.start())
-        if found.group(1):
+            yield start, max(start, match.start())
+        if match.group(1):
             return
-        start = found.end()
-        position = start - 2  # of a part without content the line break is the next boundary's, too
-        found = None
+        start = match.end()
+        position = start - 2  # the line break before a part without content belongs to the next boundary, too
+        match = None
     raise _invalid("it ends before its last boundary")
 
 
 def _names(head: bytes) -> tuple[str, str | None]:
-    """Name and file name in the head of a part."""
     from python_multipart.multipart import parse_options_header
 
     for line in head.split(b"\r\n"):
@@ -268,107 +227,72 @@ def _invalid(why: str) -> ApiError:
 
 
 async def read_form(request: Request, kind: type[R], service: ServerState) -> tuple[R, Upload]:
-    """The fields and the recording of a form.
-
-    Raises:
-        ApiError: 400, it is no form, has no recording or several, or a field is wrong.
-    """
+    """The fields and the recording of a form."""
     content_type = request.headers.get("content-type", "")
     if not content_type.lower().startswith("multipart/form-data"):
         message = "the body must be a form (multipart/form-data) with the recording as its part 'file'"
         raise ApiError(400, message, code="invalid_form")
-    values, file = await _in_thread(request, content_type)
+    # Only texts and recording are kept of the body.
+    values, file = await _splitter.run(_read_parts, [piece async for piece in request.stream() if piece], content_type)
     if file is None or file.filename is None:
-        what = "is missing" if file is None else "is a text"
-        raise ApiError(400, f"file: it {what}; send the recording as a file", param=_FILE, code="missing_file")
+        problem = "is missing" if file is None else "is a text"
+        raise invalid(_FILE, f"file: it {problem}; send the recording as a file", "missing_file")
     name = f"the file {file.filename[:100]!r}" if file.filename else "the file"
     return read_model(kind, values, service), Upload(name, file.data)
 
 
-async def _in_thread(request: Request, content_type: str) -> tuple[dict[str, Any], Part | None]:
-    """The values of the texts and the recording of a body, of which nothing else is kept."""
-    bodies = [piece async for piece in request.stream() if piece]
-
-    def split() -> tuple[dict[str, Any], Part | None]:
-        parts = split_form(b"".join(bodies), content_type)
-        file = next((part for part in reversed(parts) if part.name == _FILE), None)
-        texts = ((part.name, _text(part.data)) for part in parts if part.filename is None and part.name != _FILE)
-        try:
-            return read_values(texts), file
-        except ValueError as e:
-            raise ApiError(400, str(e), code="invalid_form") from None
-
-    return await asyncio.get_running_loop().run_in_executor(_splitter, split)
+def _read_parts(pieces: list[bytes], content_type: str) -> tuple[dict[str, Any], Part | None]:
+    parts = split_form(b"".join(pieces), content_type)
+    file = next((part for part in reversed(parts) if part.name == _FILE), None)
+    texts = ((part.name, _text(part.data)) for part in parts if part.filename is None and part.name != _FILE)
+    try:
+        return read_values(texts), file
+    except ValueError as e:
+        raise ApiError(400, str(e), code="invalid_form") from None
 
 
-# One recording of one HTTP request: decoded within limits, transcribed by the engine, counted.
+# The recording in the engine.
 
-logger = logging.getLogger("octavo.server")
-
-#: Positions of an encoder's output for a second: what the usage counts as tokens of audio.
+#: Audio tokens of the usage: the encoder's output positions.
 _AUDIO_TOKENS_PER_SECOND = 50
 
 
 def make_params(body: AudioRequest, task: Task) -> TranscriptionParams:
-    """The parameters that a request asks for.
-
-    Raises:
-        InvalidRequestError: one is wrong.
-    """
-    given = {
-        "language": getattr(body, "language", None),
-        "prompt": body.prompt,
-        "hotwords": body.hotwords,
-        # 0 means as everywhere in this API: the likeliest, and others where that looks wrong.
-        "temperature": body.temperature or None,
-        "condition_on_previous_text": body.condition_on_previous_text,
-        "compression_ratio_threshold": body.compression_ratio_threshold,
-        "logprob_threshold": body.logprob_threshold,
-        "no_speech_threshold": body.no_speech_threshold,
-        "seed": body.seed,
-    }
-    known: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return TranscriptionParams(task=task, word_timestamps=wants_words(body), **known)
+    """The parameters of a request; raises ``InvalidRequestError``."""
+    names = (
+        "language", "prompt", "hotwords", "temperature", "condition_on_previous_text", "compression_ratio_threshold",
+        "logprob_threshold", "no_speech_threshold", "seed",
+    )  # fmt: skip
+    fields: dict[str, Any] = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    if not body.temperature:  # 0 has its meaning of this API: greedy, with higher temperatures as a fallback
+        fields.pop("temperature", None)
+    return TranscriptionParams(task=task, word_timestamps="word" in granularities(body), **fields)
 
 
-def wants_words(body: AudioRequest) -> bool:
-    """Whether a request asks for the times of words."""
-    return isinstance(body, TranscriptionRequest) and "word" in (body.timestamp_granularities or ())
+def granularities(body: AudioRequest) -> Sequence[str]:
+    return (body.timestamp_granularities or ()) if isinstance(body, TranscriptionRequest) else ()
 
 
 class AudioRun:
     """The recording of a request, decoded in the sandbox; its windows are requests of the engine."""
 
     def __init__(self, request: Request, service: ServerState, body: AudioRequest, task: Task) -> None:
-        """Raises:
-        InvalidRequestError: a parameter is wrong, or the model cannot do what it asks.
-        """
         self._request, self._service, self.body = request, service, body
         self._params = make_params(body, task)
-        next(service.llm.front_end.speech.loop(self._params))
+        next(service.llm.front_end.speech.loop(self._params))  # checks them
         self._id = f"audio-{uuid.uuid4().hex}"
         self._begun = time.monotonic()
-        self._options = RequestOptions(
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            user=body.user or "",
-            ttft_target=body.ttft_target,
-            client=client_of(request),
-        )
+        self._options = request_options(request, body)
 
     async def parts(self, upload: Upload) -> AsyncGenerator[Segment | Transcription, None]:
-        """The segments of the recording, and then all of it; what runs in the engine ends with the iteration.
-
-        Raises:
-            ApiError: the recording cannot be read, the queue is full, or the engine failed.
-        """
+        """The segments of the recording, and then the whole; the end of the iteration ends the work in the engine."""
         service, reason = self._service, "abort"
         service.queue.enter({self._id: 1})
         try:
             opened = await self._open(upload)
         finally:
             service.queue.leave(self._id)
-        # What streams has no place for it.
+        # A stream has no field for them.
         scores = self.body.response_format == "verbose_json" and not self.body.stream
         try:
             made = service.llm.transcribe(self._id, opened, self._params, self._options, scores=scores)
@@ -384,25 +308,23 @@ class AudioRun:
         except WorkerError as e:
             reason = "error"
             logger.error("request %s failed: %s", self._id, e)
-            message = "the engine failed on the recording"
-            raise ApiError(500, message, kind="server_error", param="file", code="engine_error") from None
+            raise server_error(500, "the engine failed on the recording", "engine_error", param=_FILE) from None
         finally:
             service.metrics.finished(reason).inc()
 
     async def _open(self, upload: Upload) -> SandboxRecording:
         options = self._service.options
-        reader = AudioReader(
-            self._service.llm.inputs.sandbox, AudioLimits(options.max_audio_bytes, options.max_audio_seconds)
-        )
+        limits = AudioLimits(options.max_audio_bytes, options.max_audio_seconds)
+        reader = AudioReader(self._service.llm.inputs.sandbox, limits)
         try:
             return await reader.open(upload.data, client=self._options.client, name=upload.name)
         except AudioError as e:
             raise invalid_audio(e) from None
-        except ConfigError as e:  # its text names folders of this machine
+        except ConfigError as e:  # its message names folders of this machine
             logger.error("%s", e)
             message = "this server reads no recordings: the extra octavo[audio] is not installed"
-            # Not a 501, which would say it better: clients try again what has a status from 500 on.
-            raise ApiError(400, message, param="file", code="audio_not_installed") from None
+            # Not 501, which would be right: clients repeat requests with a status from 500 on.
+            raise invalid(_FILE, message, "audio_not_installed") from None
 
     def _count(self, made: Transcription) -> None:
         metrics = self._service.metrics
@@ -414,7 +336,6 @@ class AudioRun:
         )
 
     async def whole(self, upload: Upload) -> Transcription:
-        """All of the recording; raises as ``parts``."""
         async with contextlib.aclosing(self.parts(upload)) as parts:
             async for part in parts:
                 if isinstance(part, Transcription):
@@ -423,41 +344,26 @@ class AudioRun:
 
 
 def invalid_audio(error: AudioError) -> ApiError:
-    """The response to a recording that cannot be read."""
-    return ApiError(400, str(error), param="file", code="invalid_audio")
+    return invalid(_FILE, str(error), "invalid_audio")
 
 
 def audio_tokens(made: Transcription) -> int:
-    """What the usage counts for the recording itself."""
     return round(made.duration * _AUDIO_TOKENS_PER_SECOND)
 
 
-def answer(made: Transcription, body: AudioRequest) -> str | dict[str, Any]:
-    """What is sent: a text, or an object."""
-    if body.response_format in _RUN_TEXTS:
-        return _RUN_TEXTS[body.response_format](made)
-    if body.response_format == "json":
-        return json_object(made)
-    given = body.timestamp_granularities if isinstance(body, TranscriptionRequest) else None
-    return verbose_object(made, given or ("segment",))
+# The routes.
 
-
-_RUN_TEXTS = {"text": as_text, "srt": as_srt, "vtt": as_vtt}
-
-
-# The routes ``/v1/audio/transcriptions`` and ``/v1/audio/translations``.
-
-#: Types of content by ``response_format``; others are JSON.
-_CONTENT = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}
+#: ``response_format`` -> writer and media type; others are JSON.
+_TEXT_FORMATS = {"text": (as_text, "text/plain"), "srt": (as_srt, "text/plain"), "vtt": (as_vtt, "text/vtt")}
 
 
 async def create_transcription(request: Request) -> Response:
-    """What is said in a recording, in the language that is spoken."""
+    """The text of a recording, in the language that is spoken."""
     return await _respond(request, TranscriptionRequest, "transcribe")
 
 
 async def create_translation(request: Request) -> Response:
-    """What is said in a recording, in English."""
+    """The text of a recording in English."""
     return await _respond(request, TranslationRequest, "translate")
 
 
@@ -466,24 +372,27 @@ async def _respond(request: Request, kind: type[AudioRequest], task: Task) -> Re
     deadline = service.deadline()
     service.require("transcribe")
     body, upload = await read_form(request, kind, service)
-    named = await service.model(body.model)
-    if named.adapter is not None:
-        raise ApiError(400, f"model: {named.name!r} is an adapter, of which this route takes none", param="model")
-    if wants_words(body) and body.response_format != "verbose_json":
-        message = "timestamp_granularities: times of words need response_format verbose_json"
-        raise ApiError(400, message, param="timestamp_granularities", code="invalid_value")
+    model = await service.model(body.model)
+    if model.adapter is not None:
+        raise ApiError(400, f"model: {model.name!r} is an adapter, which this route does not support", param="model")
+    if "word" in granularities(body) and body.response_format != "verbose_json":
+        name = "timestamp_granularities"
+        raise invalid(name, f"{name}: times of words need response_format verbose_json")
     run = AudioRun(request, service, body, task)
     if body.stream:
         return EventStream(_events(run, upload), deadline)
     made: Transcription = await with_cancellation(request.receive, run.whole(upload), deadline)
-    content = answer(made, body)
-    if isinstance(content, str):
-        return Response(content, media_type=_CONTENT[body.response_format])
+    if body.response_format in _TEXT_FORMATS:
+        write, media_type = _TEXT_FORMATS[body.response_format]
+        return Response(write(made), media_type=media_type)
+    if body.response_format == "json":
+        content = json_object(made)
+    else:
+        content = verbose_object(made, granularities(body) or ("segment",))
     return Response(_json(content), media_type="application/json")
 
 
 async def _events(run: AudioRun, upload: Upload) -> AsyncGenerator[bytes, None]:
-    """An event for the text of each segment, and one with all of it."""
     is_first = True
     async with contextlib.aclosing(run.parts(upload)) as parts:
         async for part in parts:
@@ -491,18 +400,15 @@ async def _events(run: AudioRun, upload: Upload) -> AsyncGenerator[bytes, None]:
                 text, is_first = part.text.lstrip() if is_first else part.text, False
                 yield _event({"type": "transcript.text.delta", "delta": text})
             else:
-                yield _event({"type": "transcript.text.done", "text": part.text, "usage": _usage(part)})
-
-
-def _usage(made: Transcription) -> dict[str, Any]:
-    audio = audio_tokens(made)
-    return {
-        "type": "tokens",
-        "input_tokens": made.prompt_tokens + audio,
-        "output_tokens": made.completion_tokens,
-        "total_tokens": made.prompt_tokens + audio + made.completion_tokens,
-        "input_token_details": {"audio_tokens": audio, "text_tokens": made.prompt_tokens},
-    }
+                audio = audio_tokens(part)
+                usage = {
+                    "type": "tokens",
+                    "input_tokens": part.prompt_tokens + audio,
+                    "output_tokens": part.completion_tokens,
+                    "total_tokens": part.prompt_tokens + audio + part.completion_tokens,
+                    "input_token_details": {"audio_tokens": audio, "text_tokens": part.prompt_tokens},
+                }
+                yield _event({"type": "transcript.text.done", "text": part.text, "usage": usage})
 
 
 def _event(content: dict[str, Any]) -> bytes:
@@ -513,14 +419,7 @@ def _json(content: dict[str, Any]) -> bytes:
     return json.dumps(content, ensure_ascii=False).encode()
 
 
-def add_audio_routes(add: Callable[..., None]) -> None:
-    """Registers the routes; ``add`` is given method, path, endpoint, the response's model, tag and form."""
-    add("POST", "/v1/audio/transcriptions", create_transcription, None, "OpenAI", form=_form(TranscriptionRequest))
-    add("POST", "/v1/audio/translations", create_translation, None, "OpenAI", form=_form(TranslationRequest))
-
-
-def _form(kind: type[AudioRequest]) -> dict[str, Any]:
-    """The JSON schema of the form."""
+def form_schema(kind: type[AudioRequest]) -> dict[str, Any]:
     schema = kind.model_json_schema()
     file = {"type": "string", "format": "binary", "description": "The recording: wav, flac, ogg or mp3."}
     return {**schema, "properties": {"file": file, **schema["properties"]}, "required": ["file"]}

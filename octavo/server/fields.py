@@ -1,4 +1,4 @@
-"""What bodies of requests and responses are made of."""
+"""Base classes and fields of request and response bodies. Fields of other servers are marked as hint or refused."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, PydanticOmit, core_sc
 
 from octavo.server.http.errors import invalid
 
-# Marks of fields that other servers know and this one does not obey: hints, and fields that are refused.
-
-#: Type of the error of a refused field, which is what it says beside the field's place.
+#: Error type of a refused field; its message follows the path of the field.
 REFUSED = "refused_field"
 
 
@@ -31,32 +29,23 @@ REFUSED = "refused_field"
 class Hint:
     """A field that is accepted with any value, without effect."""
 
-    #: Why there is none.
     reason: str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Any value."""
         return core_schema.any_schema()
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The reason as the description."""
         return {**handler(schema), "description": f"Accepted, without effect: {self.reason}."}
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A field that is refused, but for null and for values that ask for what happens anyway."""
+    """A field that is refused unless it is null or has an accepted value, which asks for the default behaviour."""
 
-    #: What to do instead, or what it is that the server does not do.
     reason: str
     accepted: tuple[Any, ...] = ()
 
     def check(self, value: Any) -> Any:
-        """Refuses a value.
-
-        Raises:
-            PydanticCustomError: of the type ``REFUSED``.
-        """
         is_bool = isinstance(value, bool)
         if value is None or any(value == allowed and isinstance(allowed, bool) == is_bool for allowed in self.accepted):
             return None
@@ -65,16 +54,14 @@ class Refused:
 
     @property
     def besides(self) -> str:
-        """The values that are accepted, in words; empty: none that says anything."""
+        """The accepted values in words, without empty ones."""
         values = " or ".join(repr(value) for value in self.accepted if value not in ("", [], {}))
         return f", except {values}" if values else ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """See ``check``."""
         return core_schema.no_info_plain_validator_function(self.check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The OpenAPI description has no fields that are refused."""
         raise PydanticOmit
 
 
@@ -82,116 +69,117 @@ Mark = Hint | Refused
 
 
 def hint(reason: str) -> Any:
-    """A field that is accepted with any value; ``reason`` says why it has no effect."""
+    """A field that is accepted with any value; ``reason``: why it has no effect."""
     return _marked(Hint(reason))
 
 
 def refused(reason: str, *accepted: Any) -> Any:
-    """A field that is refused, but for null and ``accepted`` values; ``reason`` says what to do instead."""
+    """A field that is refused unless it is null or ``accepted``; ``reason`` names an alternative."""
     return _marked(Refused(reason, accepted))
 
 
 def _marked(mark: Mark) -> Any:
     field: Any = Field(None)
-    # Where Field puts its own constraints, such as gt.
+    # Where pydantic keeps constraints such as gt.
     field.metadata.append(mark)
     return field
 
 
 def marks_of(model: type[BaseModel]) -> dict[str, Mark | None]:
-    """The mark of each field of a model; None: it is obeyed."""
+    """The mark of each field of a model; None: the field is supported."""
     return {
         name: next((mark for mark in field.metadata if isinstance(mark, Hint | Refused)), None)
         for name, field in model.model_fields.items()
     }
 
 
-#: Integers that the engine's messages can hold; the engine checks ranges.
+#: Integers that fit the engine's messages; the engine checks ranges.
 Int = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
+#: -1 stands for the model's own limit.
+TokenLimit = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Name = Annotated[str, Field(max_length=512)]
-#: A text that is searched for in the output at every token.
+Salt = Annotated[str, Field(max_length=256)]
+#: A text that is searched in the output at every token.
 Phrase = Annotated[str, Field(max_length=256)]
 
 
-def _is_text(kind: str) -> str:
+def type_of(value: Any) -> Any:
+    """The field ``type`` of an object that was validated or not, for discriminators."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def _check_is_text(kind: str) -> str:
     if kind not in ("text", "input_text", "output_text"):
         raise PydanticCustomError(REFUSED, ": the model reads text, not {kind}", {"kind": repr(kind[:100])})
     return kind
 
 
-def _is_seen(kind: str, info: ValidationInfo) -> str:
+def _check_sees_images(kind: str, info: ValidationInfo) -> str:
     if info.context is not None and not info.context["sees_images"]:
         raise PydanticCustomError(REFUSED, ": the model reads text, not {kind}", {"kind": repr(kind)})
     return kind
 
 
-#: For the type of a part that is an image: refused where the model sees none, as the validation's context says.
-SEEN = AfterValidator(_is_seen)
-#: The type of a part of a content, which is a text in the words of some API.
-TextKind = Annotated[str, AfterValidator(_is_text)]
+#: The type of an image part: refused if the model reads no images (``sees_images`` in the validation context).
+SEEN = AfterValidator(_check_sees_images)
+#: The type of a text part, in the words of several APIs.
+TextKind = Annotated[str, AfterValidator(_check_is_text)]
 
 
 class RequestModel(BaseModel):
-    """A request body or a part of one; strict: "5" is not a number and true is not 1.
+    """A request body or an object in it. Strict: "5" is not a number, true is not 1, unknown fields are refused.
 
-    Null stands for the default. What a field does that is not obeyed says its mark (``field_marks``); others than those
-    of the model are refused.
+    Null stands for the default. Fields that are not supported have a mark (``marks_of``).
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
 
 class ResponseModel(BaseModel):
-    """A response or a part of one. Fields that were not set are not sent."""
+    """A response body or an object in it. Fields that were not set are not sent."""
 
     model_config = ConfigDict(protected_namespaces=(), defer_build=True)
 
     def encode(self) -> bytes:
-        """As JSON."""
         return self.model_dump_json(exclude_unset=True).encode()
 
 
-# Fields of other servers that say what a field here says: their values are taken over by the field here.
+# Other names of supported fields.
 
 T = TypeVar("T")
 
-#: Most tokens to generate as llama.cpp and Ollama say it, where a negative number is no limit.
+#: Maximum tokens to generate in llama.cpp and Ollama, where a negative number is no limit.
 _Tokens = Annotated[int, Field(ge=-2, le=2**31 - 1)]
 
 
 def one_value(values: Mapping[str, T | None]) -> T | None:
-    """The value of a field that has several names; None: no name has any.
-
-    Raises:
-        ApiError: 400, two names have different values.
-    """
-    given = [(name, value) for name, value in values.items() if value is not None]
-    for name, value in given[1:]:
-        if value != given[0][1]:
-            message = f"{name} and {given[0][0]} say the same and contradict each other: {value!r} and {given[0][1]!r}"
+    """The value of a field with several names; raises if two of them differ."""
+    named = [(name, value) for name, value in values.items() if value is not None]
+    for name, value in named[1:]:
+        if value != named[0][1]:
+            message = (
+                f"{name} and {named[0][0]} are names of one field and contradict each other: {value!r}, {named[0][1]!r}"
+            )
             raise invalid(name.partition(".")[0], message)
-    return given[0][1] if given else None
+    return named[0][1] if named else None
 
 
 class OtherNames(RequestModel):
     """Fields of llama.cpp and Ollama that have another name here."""
 
     repeat_penalty: float | None = Field(None, description="Another name of repetition_penalty.")
-    repeat_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(
-        None,
-        description="0 turns repetition_penalty off; other values have no effect, as it looks at the whole prompt and "
-        "output.",
-    )
+    repeat_last_n: TokenLimit | None = Field(None, description="0 turns repetition_penalty off; else without effect.")
     n_predict: _Tokens | None = Field(None, description="Another name of max_tokens; negative: as many as fit.")
     num_predict: _Tokens | None = Field(None, description="Another name of max_tokens; negative: as many as fit.")
 
-    #: Names of the most tokens to generate on the route, the first one before others.
+    #: Fields of the route that limit the tokens to generate, in order of precedence.
     token_limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
     @property
     def has_no_token_limit(self) -> bool:
-        """Whether the request asks for as many tokens as fit."""
+        """The request asks for as many tokens as fit."""
         return (self.n_predict or 0) < 0 or (self.num_predict or 0) < 0
 
     @model_validator(mode="after")
@@ -202,7 +190,7 @@ class OtherNames(RequestModel):
             here.repetition_penalty = one_value(penalties)
         if self.repeat_last_n == 0:
             here.repetition_penalty = None if here.repetition_penalty is None else 1.0
-        # A negative number is no limit of its own, and contradicts none: clients send it by default.
+        # A negative number contradicts no limit: clients send it by default.
         limits = [name for name in self.token_limits if getattr(self, name, None) is not None]
         values = {name: getattr(self, name) for name in (*limits[:1], "n_predict", "num_predict")}
         limit = one_value({name: None if value is None or value < 0 else value for name, value in values.items()})
@@ -212,48 +200,36 @@ class OtherNames(RequestModel):
 
 
 class ThinkingOptions(RequestModel):
-    """Whether the model shall think, as of Anthropic's, DeepSeek's and other APIs."""
+    """The field ``thinking`` of Anthropic's, DeepSeek's and other APIs."""
 
-    type: Literal["enabled", "disabled", "adaptive", "auto"] = Field(description="adaptive, auto: as the model does.")
-    budget_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
-        None, description="Another name of thinking_token_budget."
-    )
+    type: Literal["enabled", "disabled", "adaptive", "auto"] = Field(description="adaptive, auto: the model decides.")
+    budget_tokens: PositiveInt | None = Field(None, description="Another name of thinking_token_budget.")
     display: Any = hint("include_reasoning says whether it is shown")
     clear_thinking: Any = hint("the template says which reasoning the model sees again")
 
 
 class ReasoningOptions(RequestModel):
-    """How much the model shall think, as of OpenRouter's API."""
+    """The field ``reasoning`` of OpenRouter's API."""
 
     effort: Name | None = Field(None, description="Another name of reasoning_effort.")
     enabled: bool | None = Field(None, description="Another name of enable_thinking.")
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
-        None, description="Another name of thinking_token_budget."
-    )
+    max_tokens: PositiveInt | None = Field(None, description="Another name of thinking_token_budget.")
     exclude: bool | None = Field(None, description="True: as include_reasoning false.")
     summary: Any = hint("reasoning comes whole, without a summary")
     generate_summary: Any = hint("reasoning comes whole, without a summary")
 
 
 class ThinkingFields(RequestModel):
-    """Fields that turn reasoning on and off, for templates that can; the template is not asked here."""
+    """Fields that turn reasoning on and off, if the chat template can."""
 
-    reasoning_effort: Name | None = Field(
-        None, description="For templates that know it; none: without reasoning, where the template can turn it off."
-    )
-    enable_thinking: bool | None = Field(
-        None, description="Whether the model shall reason, for templates that can turn it on and off."
-    )
-    thinking: bool | ThinkingOptions | None = Field(
-        None, description="The same under another name: true, false, or an object with type and budget_tokens."
-    )
-    reasoning: ReasoningOptions | None = Field(
-        None, description="effort, enabled, max_tokens and exclude: reasoning_effort and others under other names."
-    )
+    reasoning_effort: Name | None = Field(None, description="Effort of reasoning, if the template has it; none: off.")
+    enable_thinking: bool | None = Field(None, description="Reasoning on or off, for templates that can switch it.")
+    thinking: bool | ThinkingOptions | None = Field(None, description="Another name; or type and budget_tokens.")
+    reasoning: ReasoningOptions | None = Field(None, description="Other names: effort, enabled, max_tokens, exclude.")
 
     @property
     def thinks(self) -> bool | None:
-        """Whether the model shall reason; None: as it does."""
+        """Whether the model shall reason; None: as it does by default."""
         thinking, reasoning = self.thinking, self.reasoning
         if isinstance(thinking, ThinkingOptions):
             thinking = {"enabled": True, "disabled": False}.get(thinking.type)
@@ -265,31 +241,23 @@ class ThinkingFields(RequestModel):
             }
         )
 
-    @property
-    def thinking_budget(self) -> int | None:
-        """Most tokens of reasoning."""
-        thinking, reasoning = self.thinking, self.reasoning
-        return one_value(
-            {
-                "thinking_token_budget": getattr(self, "thinking_token_budget", None),
-                "thinking.budget_tokens": thinking.budget_tokens if isinstance(thinking, ThinkingOptions) else None,
-                "reasoning.max_tokens": None if reasoning is None else reasoning.max_tokens,
-            }
-        )
-
     @model_validator(mode="after")
     def _take_over_thinking(self) -> Self:
         here: Any = self
-        reasoning = self.reasoning
+        thinking, reasoning = self.thinking, self.reasoning
         effort = None if reasoning is None else reasoning.effort
         self.reasoning_effort = one_value({"reasoning_effort": self.reasoning_effort, "reasoning.effort": effort})
         thinks = self.thinks
         if thinks is not None and self.reasoning_effort is not None and thinks != (self.reasoning_effort != "none"):
-            name = next(
-                name for name in ("enable_thinking", "thinking", "reasoning") if getattr(self, name) is not None
-            )
+            names = ("enable_thinking", "thinking", "reasoning")
+            name = next(name for name in names if getattr(self, name) is not None)
             raise invalid(name, f"{name} and reasoning_effort contradict each other: {self.reasoning_effort[:100]!r}")
-        if (budget := self.thinking_budget) is not None and hasattr(self, "thinking_token_budget"):
+        budgets = {
+            "thinking_token_budget": getattr(self, "thinking_token_budget", None),
+            "thinking.budget_tokens": thinking.budget_tokens if isinstance(thinking, ThinkingOptions) else None,
+            "reasoning.max_tokens": None if reasoning is None else reasoning.max_tokens,
+        }
+        if (budget := one_value(budgets)) is not None and hasattr(self, "thinking_token_budget"):
             here.thinking_token_budget = budget
         if reasoning is not None and reasoning.exclude is not None and hasattr(self, "include_reasoning"):
             shown = {"include_reasoning": here.include_reasoning, "reasoning.exclude": not reasoning.exclude}
@@ -297,7 +265,7 @@ class ThinkingFields(RequestModel):
         return self
 
 
-# Fields of requests that OpenAI's API or other engines have and this server does not obey, each with its mark.
+# Fields of OpenAI's API and of other engines that are not supported.
 
 _LABEL = "a label of the client's"
 _CLIENT_CACHE = "a hint for another service's cache"
@@ -308,11 +276,13 @@ _SAMPLER = "there is no such sampler; temperature, top_k, top_p, min_p and the p
 _CODE = "code in requests is not run"
 _PENALTY = "use repetition_penalty, frequency_penalty or presence_penalty"
 _LAZY = "structural_tag says where JSON begins within the answer"
-_PROCESSED = "the model's own files say how images are processed"
+#: Reasons that several modules name.
+CACHED = "prefixes are cached without marks"
+PROCESSED = "the model's own files say how images are processed"
 
 
 class Labels(RequestModel):
-    """Fields of every route that generates: labels and hints."""
+    """Labels and hints that all routes that generate accept."""
 
     metadata: Any = hint(_LABEL)
     safety_identifier: Any = hint(_LABEL)
@@ -326,8 +296,17 @@ class Labels(RequestModel):
     rid: Any = hint("the header X-Request-Id names a request")
 
 
+class QueuedFields(Labels):
+    """Fields of the scheduler and the prefix cache, for routes without sampling fields."""
+
+    user: Name | None = Field(None, description="The user's name, for scheduling policies that share by user.")
+    priority: Int | float | None = Field(None, description="Lower runs first; 0 if the scheduling policy has none.")
+    ttft_target: float | None = Field(None, description="Target seconds to the result; only under the deadline policy.")
+    cache_salt: Salt | None = Field(None, description="Requests with different salts share no cached prefix.")
+
+
 class EngineFields(Labels, OtherNames):
-    """Fields of other engines for every route that generates."""
+    """Fields of other engines, for all routes that generate."""
 
     spaces_between_special_tokens: Any = hint("tokens are of bytes, between which nothing is put")
     stream_reasoning: Any = hint("what the pieces of an answer add up to is the same")
@@ -386,8 +365,8 @@ class EngineFields(Labels, OtherNames):
     # Prompts
     prompt_embeds: Any = refused("a prompt is text or token ids")
     image_data: Any = refused("images are parts of the messages of a chat", [])
-    mm_processor_kwargs: Any = refused(_PROCESSED, {})
-    media_io_kwargs: Any = refused(_PROCESSED, {})
+    mm_processor_kwargs: Any = refused(PROCESSED, {})
+    media_io_kwargs: Any = refused(PROCESSED, {})
     session_params: Any = refused("send the whole prompt: the prefix cache finds what it knows of it")
     extra_key: Any = refused("its name is cache_salt")
     thinking_forced_open: Any = refused("the option --reasoning-parser deepseek_r1 does this", False)
@@ -400,7 +379,7 @@ class EngineFields(Labels, OtherNames):
 
 
 class OpenAIFields(EngineFields):
-    """Fields of OpenAI's completions and chats."""
+    """Further fields of OpenAI's completions and chats."""
 
     functions: Any = refused("tools has taken its place", [])
     function_call: Any = refused("tool_choice has taken its place", "none", "auto")

@@ -1,9 +1,10 @@
-"""The native routes of llama.cpp's server, as far as their meaning exists here."""
+"""The native routes of llama.cpp's server, as far as they apply here."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo import __version__
-from octavo.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.tokenizer import no_fill_in_middle
 from octavo.server.fields import EngineFields, Int, Name, Phrase, ResponseModel, refused
@@ -21,37 +22,254 @@ from octavo.server.http.errors import renamed_errors, unsupported
 from octavo.server.http.streaming import PendingResponse, event
 from octavo.server.openai.protocol import ChatMessage, CompletionRequest, SamplingFields, TemplateOptions
 from octavo.server.prompt_inputs import encode, read_prompts, write_conversation
-from octavo.server.state import ServerState, state_of
+from octavo.server.state import state_of
 
-# Bodies of llama.cpp's native routes.
+
+def add_llama_routes(add: Callable[..., None]) -> None:
+    """Calls ``add`` with method, path, endpoint and response model of each route, and with ``stream``."""
+    for path in ("/completion", "/completions"):
+        add("POST", path, complete, LlamaCompletion | list[LlamaCompletion], stream=True)
+    add("POST", "/infill", infill, LlamaCompletion, stream=True)
+    add("POST", "/apply-template", apply_template, AppliedTemplate)
+    add("GET", "/props", props, Props)
+    add("GET", "/slots", slots, list[Slot])
+
+
+# /completion and /infill
+
+#: Names of completion fields on these routes, for errors.
+_RENAMED = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs"}
+
+
+async def complete(request: Request, body: LlamaCompletionRequest) -> Response:
+    """Completes a prompt, or a list of them."""
+    prompt: Any = body.prompt
+    are_several = isinstance(prompt, list) and all(isinstance(one, str | list) for one in prompt)
+    with renamed_errors(_RENAMED):
+        if isinstance(prompt, list) and not are_several and any(isinstance(part, str) for part in prompt):
+            # One prompt of texts and token ids in turn.
+            texts = [part for part in prompt if isinstance(part, str)]
+            encoded = iter(await encode(state_of(request), texts, add_special_tokens=False))
+            parts = [next(encoded) if isinstance(part, str) else [part] for part in prompt]
+            prompt = [[token_id for part in parts for token_id in part]]
+        return await _respond(request, body, {"prompt": prompt}, are_several=are_several)
+
+
+async def infill(request: Request, body: InfillRequest) -> Response:
+    """Completes the gap between two texts."""
+    if state_of(request).llm.tokenizer.fill_in_middle is None:
+        raise unsupported("input_suffix", str(no_fill_in_middle()))
+    with renamed_errors({**_RENAMED, "prompt": "input_prefix", "suffix": "input_suffix"}):
+        prompt = {"prompt": body.input_prefix, "suffix": body.input_suffix}
+        return await _respond(request, body, prompt, are_several=False)
+
+
+async def _respond(request: Request, body: LlamaFields, prompt: dict[str, Any], *, are_several: bool) -> Response:
+    service = state_of(request)
+    deadline = service.deadline()
+    model = await service.model(body.model)
+    fields = {name: value for name in SamplingFields.model_fields if (value := getattr(body, name)) is not None}
+    fields |= {"stop": body.stop, "stream": body.stream, "grammar": body.grammar, "json_schema": body.json_schema}
+    if body.n_predict is not None and body.n_predict >= 0:
+        fields["max_tokens"] = body.n_predict
+    if fields.get("seed") == -1:  # llama.cpp's random seed
+        del fields["seed"]
+    fields["logprobs"] = body.n_probs or None
+    completion = read_model(CompletionRequest, {**fields, **prompt}, service)
+    prompts = await read_prompts(service, completion)
+    generation = make_generation(
+        service,
+        request,
+        completion,
+        model,
+        prompts,
+        prefix="cmpl",
+        max_tokens=service.default_max_tokens(None) if body.n_predict is None else completion.max_tokens,
+        logprobs=completion.logprobs,
+        prompt_logprobs=None,
+    )
+    return await _PendingLlamaCompletion(body, generation, are_several).respond(request, body.stream, deadline)
+
+
+@dataclass(slots=True)
+class _PendingLlamaCompletion(PendingResponse):
+    body: LlamaFields
+    generation: Generation
+    #: The response is a list with one entry per prompt.
+    are_several: bool
+
+    async def complete(self) -> bytes:
+        answers = []
+        for number, output in enumerate(await self.generation.finish()):
+            completion = output.outputs[0]
+            answer = self._last_event(number, output, completion, len(completion.token_ids))
+            answer.content, answer.tokens = completion.text, self._tokens(completion)
+            if self.body.n_probs:
+                tracker = self.generation.track(LogprobsTracker, output)
+                answer.completion_probabilities = self._probabilities(tracker, completion)
+            answers.append(answer)
+        bodies = [answer.encode() for answer in answers]
+        return b"[" + b",".join(bodies) + b"]" if self.are_several else bodies[0]
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        trackers: dict[int, LogprobsTracker] = {}
+        predicted: dict[int, int] = {}
+        async with aclosing(self.generation.outputs()) as outputs:
+            async for number, output in outputs:
+                completion = output.outputs[0]
+                predicted[number] = predicted.get(number, 0) + len(completion.token_ids)
+                chunk = LlamaCompletion(
+                    index=number, content=completion.text, tokens=self._tokens(completion), stop=False, id_slot=-1
+                )
+                chunk.tokens_predicted, chunk.tokens_evaluated = predicted[number], len(output.prompt_token_ids)
+                if self.body.n_probs:
+                    tracker = trackers.setdefault(number, self.generation.track(LogprobsTracker, output))
+                    chunk.completion_probabilities = self._probabilities(tracker, completion)
+                data = event(chunk) if completion.text or completion.token_ids else b""
+                if completion.finished:
+                    data += event(self._last_event(number, output, completion, predicted[number]))
+                if data:
+                    yield data
+
+    def _tokens(self, completion: CompletionOutput) -> list[int]:
+        return completion.token_ids if self.body.return_tokens else []
+
+    def _probabilities(self, tracker: LogprobsTracker, completion: CompletionOutput) -> list[LlamaToken]:
+        tokens, top = tracker.advance(completion), self.body.n_probs or 0
+        named = make_chat_logprobs(self.generation.token_names, tokens, top).content
+        probabilities = []
+        for token, entry in zip(tokens, named, strict=True):
+            logprobs = token.logprobs or {}
+            ids = sorted(logprobs, key=lambda i: (-logprobs[i].logprob, logprobs[i].rank))[: len(entry.top_logprobs)]
+            top_logprobs = [
+                LlamaTopToken(id=i, token=one.token, bytes=one.bytes, logprob=one.logprob)
+                for i, one in zip(ids, entry.top_logprobs, strict=True)
+            ]
+            generated = {"id": token.token_id, "token": entry.token, "bytes": entry.bytes, "logprob": entry.logprob}
+            probabilities.append(LlamaToken(**generated, top_logprobs=top_logprobs))
+        return probabilities
+
+    def _last_event(
+        self, number: int, output: RequestOutput, completion: CompletionOutput, predicted: int
+    ) -> LlamaCompletion:
+        """The last event of a stream, which is a whole response without its text."""
+        generation, prompt = self.generation, self.generation.prompts[number]
+        evaluated, cached = len(prompt["prompt_token_ids"]), output.metrics.num_cached_tokens
+        stop_type: Literal["eos", "limit", "word"] = "eos"
+        word = ""
+        if completion.finish_reason == "length":
+            stop_type = "limit"
+        elif isinstance(completion.stop_reason, str):
+            stop_type, word = "word", completion.stop_reason
+        times, timings = output.metrics, None
+        if times.first_token_time is not None and times.last_token_time is not None:
+            rest = times.last_token_time - times.first_token_time
+            timings = LlamaTimings(
+                prompt_n=evaluated - cached,
+                prompt_ms=(times.first_token_time - times.arrival_time) * 1e3,
+                predicted_n=predicted,
+                predicted_ms=rest * 1e3,
+                predicted_per_second=predicted / rest if rest else None,
+            )
+        return LlamaCompletion(
+            index=number,
+            content="",
+            tokens=[],
+            stop=True,
+            id_slot=-1,
+            model=generation.model.name,
+            tokens_predicted=predicted,
+            tokens_evaluated=evaluated,
+            tokens_cached=cached,
+            prompt=prompt.get("prompt") or generation.service.llm.tokenizer.decode(prompt["prompt_token_ids"]),
+            truncated=False,
+            stop_type=stop_type,
+            stopping_word=word,
+            generation_settings=_settings(generation),
+            timings=timings,
+        )
+
+
+def _settings(generation: Generation) -> dict[str, Any]:
+    params = generation.params
+    if not isinstance(params, SamplingParams):
+        return {}
+    return {
+        "n_ctx": generation.service.llm.max_model_len,
+        "n_predict": params.max_tokens,
+        "seed": params.seed,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repeat_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "stop": list(params.stop or []),
+        "stream": bool(generation.body.stream),
+    }
+
+
+# /apply-template, /props and /slots
+
+
+async def apply_template(request: Request, body: ApplyTemplateRequest) -> AppliedTemplate:
+    """A conversation as the model's template writes it."""
+    service = state_of(request)
+    await service.model(None)
+    return AppliedTemplate(prompt=await write_conversation(service, request, body.messages, body))
+
+
+async def props(request: Request) -> Props:
+    """The model, its template and its context."""
+    service = state_of(request)
+    tokenizer, name = service.llm.tokenizer, service.model_names[0]
+    params = dict(service.llm.inputs.sampling_in_effect)
+    # llama.cpp's names beside ours; -1: as many tokens as the context allows.
+    params |= {"repeat_penalty": params["repetition_penalty"], "n_predict": params.get("max_tokens", -1)}
+    return Props(
+        default_generation_settings={"n_ctx": service.llm.max_model_len, "params": params},
+        total_slots=service.llm.config.max_num_seqs,
+        model_path=service.shown_path(name),
+        model_alias=name,
+        chat_template=tokenizer.chat_templates.get("default"),
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        modalities={"vision": False, "audio": False},
+        build_info=f"octavo-{__version__}",
+    )
+
+
+async def slots(request: Request) -> list[Slot]:
+    """The sequences that can run at once. The running ones come first, as no sequence has a fixed slot."""
+    service = state_of(request)
+    running, length = (await service.llm.stats()).num_running, service.llm.max_model_len
+    return [Slot(id=i, n_ctx=length, is_processing=i < running) for i in range(service.llm.config.max_num_seqs)]
+
+
+# Request and response bodies.
 
 
 class LlamaFields(SamplingFields, EngineFields):
-    """What ``/completion`` and ``/infill`` have in common."""
-
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
     token_limits = ("n_predict",)
 
-    n_predict: Int | None = Field(None, description="Most tokens to generate; -1 (default): as many as fit.")
-    stop: Phrase | list[Phrase] | None = Field(None, description="Texts that end the answer; they are not part of it.")
+    n_predict: Int | None = Field(None, description="Maximum tokens to generate; -1 (default): as many as fit.")
+    stop: Phrase | list[Phrase] | None = Field(None, description="Texts that end the answer, without being part of it.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     grammar: str | None = Field(None, description="The grammar that the answer follows.")
     json_schema: dict[str, Any] | None = Field(None, description="The JSON schema that the answer follows.")
-    n_probs: Int | None = Field(None, description="Send the logprobs of so many likeliest tokens at each position.")
+    n_probs: Int | None = Field(None, description="Send the logprobs of this many most likely tokens per position.")
     return_tokens: bool | None = Field(None, description="Send token ids too.")
 
 
 class LlamaCompletionRequest(LlamaFields):
-    """Body of ``/completion``."""
-
     prompt: str | list[Int] | list[str | Int] | list[list[Int]] = Field(
-        description="A text, token ids, or both in turn, which are one prompt; or a list of texts or of token ids."
+        description="A text, token ids, or a mix of both; or a list of texts or of token ids."
     )
 
 
 class InfillRequest(LlamaFields):
-    """Body of ``/infill``."""
-
     input_prefix: str = Field(description="The text before the gap.")
     input_suffix: str = Field(description="The text after it.")
     input_extra: Any = refused("the model sees the text around the gap only", [])
@@ -59,8 +277,6 @@ class InfillRequest(LlamaFields):
 
 
 class ApplyTemplateRequest(TemplateOptions):
-    """Body of ``/apply-template``."""
-
     messages: list[ChatMessage] = Field(description="The conversation.")
 
 
@@ -75,8 +291,6 @@ class LlamaTimings(ResponseModel):
 
 
 class LlamaTopToken(ResponseModel):
-    """A token and its logprob."""
-
     id: int
     token: str
     bytes: list[int] | None
@@ -84,13 +298,11 @@ class LlamaTopToken(ResponseModel):
 
 
 class LlamaToken(LlamaTopToken):
-    """A generated token, and the likeliest ones at its position."""
-
     top_logprobs: list[LlamaTopToken]
 
 
 class LlamaCompletion(ResponseModel):
-    """A response of ``/completion``, or an event of its stream; the last one has all fields."""
+    """A response of ``/completion``, or an event of its stream, of which only the last has all fields."""
 
     index: int
     content: str
@@ -111,8 +323,6 @@ class LlamaCompletion(ResponseModel):
 
 
 class Props(ResponseModel):
-    """A response of ``/props``."""
-
     default_generation_settings: dict[str, Any]
     total_slots: int
     model_path: str
@@ -125,263 +335,10 @@ class Props(ResponseModel):
 
 
 class Slot(ResponseModel):
-    """A sequence that can run."""
-
     id: int
     n_ctx: int
     is_processing: bool
 
 
 class AppliedTemplate(ResponseModel):
-    """A response of ``/apply-template``."""
-
     prompt: str
-
-
-# The routes ``/completion`` and ``/infill`` of llama.cpp.
-
-#: Fields of a completion by their names here; errors are told under these.
-_RENAMED = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs"}
-
-
-async def complete(request: Request, body: LlamaCompletionRequest) -> Response:
-    """Completes a prompt, or a list of them."""
-    service, prompt = state_of(request), body.prompt
-    several = isinstance(prompt, list) and all(isinstance(one, str | list) for one in prompt)
-    mixed = isinstance(prompt, list) and not several and any(isinstance(part, str) for part in prompt)
-    with renamed_errors(_RENAMED):
-        tokens = [await _joined(service, prompt)] if mixed and isinstance(prompt, list) else prompt
-        return await _respond(request, body, {"prompt": tokens}, several=several)
-
-
-async def infill(request: Request, body: InfillRequest) -> Response:
-    """Completes the gap between two texts.
-
-    Raises:
-        ApiError: 400, the model does not fill gaps.
-    """
-    if state_of(request).llm.tokenizer.fill_in_middle is None:
-        raise unsupported("input_suffix", str(no_fill_in_middle()))
-    with renamed_errors({**_RENAMED, "prompt": "input_prefix", "suffix": "input_suffix"}):
-        return await _respond(request, body, {"prompt": body.input_prefix, "suffix": body.input_suffix}, several=False)
-
-
-async def _joined(service: ServerState, parts: list[Any]) -> list[int]:
-    """Token ids of a prompt of texts and token ids in turn."""
-    texts = [part for part in parts if isinstance(part, str)]
-    encoded = iter(await encode(service, texts, add_special_tokens=False))
-    tokens: list[int] = []
-    for part in parts:
-        tokens += next(encoded) if isinstance(part, str) else [part]
-    return tokens
-
-
-async def _respond(request: Request, body: LlamaFields, prompt: dict[str, Any], *, several: bool) -> Response:
-    service = state_of(request)
-    deadline = service.deadline()
-    model = await service.model(body.model)
-    completion = read_model(CompletionRequest, {**_fields(body), **prompt}, service)
-    prompts = await read_prompts(service, completion)
-    generation = make_generation(
-        service,
-        request,
-        completion,
-        model,
-        prompts,
-        prefix="cmpl",
-        max_tokens=service.default_max_tokens(None) if body.n_predict is None else completion.max_tokens,
-        logprobs=completion.logprobs,
-        prompt_logprobs=None,
-    )
-    pending = _PendingCompletion(body, generation, several)
-    return await pending.respond(request, body.stream, deadline)
-
-
-def _fields(body: LlamaFields) -> dict[str, Any]:
-    """The fields of a completion that a body asks for."""
-    fields = {name: value for name in SamplingFields.model_fields if (value := getattr(body, name)) is not None}
-    fields |= {"stop": body.stop, "stream": body.stream, "grammar": body.grammar, "json_schema": body.json_schema}
-    if body.n_predict is not None and body.n_predict >= 0:
-        fields["max_tokens"] = body.n_predict
-    if fields.get("seed") == -1:  # a random one
-        del fields["seed"]
-    return {**fields, "logprobs": body.n_probs or None}
-
-
-class _PendingCompletion(PendingResponse):
-    def __init__(self, body: LlamaFields, generation: Generation, several: bool) -> None:
-        """``several``: whether the answer is a list, one entry for each prompt."""
-        self.body, self.generation, self.several = body, generation, several
-
-    async def complete(self) -> bytes:
-        answers = []
-        for number, output in enumerate(await self.generation.finish()):
-            answer = self._last(number, output, output.outputs[0], len(output.outputs[0].token_ids))
-            answer.content, answer.tokens = output.outputs[0].text, self._tokens(output.outputs[0])
-            if self.body.n_probs:
-                tracker = self.generation.track(LogprobsTracker, output)
-                answer.completion_probabilities = self._probabilities(tracker, output.outputs[0])
-            answers.append(answer)
-        bodies = [answer.encode() for answer in answers]
-        return b"[" + b",".join(bodies) + b"]" if self.several else bodies[0]
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        trackers: dict[int, LogprobsTracker] = {}
-        predicted: dict[int, int] = {}
-        async with aclosing(self.generation.outputs()) as outputs:
-            async for number, output in outputs:
-                completion = output.outputs[0]
-                predicted[number] = predicted.get(number, 0) + len(completion.token_ids)
-                chunk = LlamaCompletion(
-                    index=number, content=completion.text, tokens=self._tokens(completion), stop=False, id_slot=-1
-                )
-                chunk.tokens_predicted, chunk.tokens_evaluated = predicted[number], len(output.prompt_token_ids)
-                if self.body.n_probs:
-                    tracker = trackers.setdefault(number, self.generation.track(LogprobsTracker, output))
-                    chunk.completion_probabilities = self._probabilities(tracker, completion)
-                data = event(chunk) if completion.text or completion.token_ids else b""
-                if completion.finished:
-                    data += event(self._last(number, output, completion, predicted[number]))
-                if data:
-                    yield data
-
-    def _tokens(self, completion: CompletionOutput) -> list[int]:
-        return completion.token_ids if self.body.return_tokens else []
-
-    def _probabilities(self, tracker: LogprobsTracker, completion: CompletionOutput) -> list[LlamaToken]:
-        tokens, top = tracker.advance(completion), self.body.n_probs or 0
-        named = make_chat_logprobs(self.generation.token_names, tokens, top).content
-        found = []
-        for token, entry in zip(tokens, named, strict=True):
-            logprobs = token.logprobs or {}
-            ids = sorted(logprobs, key=lambda i: (-logprobs[i].logprob, logprobs[i].rank))[: len(entry.top_logprobs)]
-            likeliest = [
-                LlamaTopToken(id=i, token=one.token, bytes=one.bytes, logprob=one.logprob)
-                for i, one in zip(ids, entry.top_logprobs, strict=True)
-            ]
-            generated = {"id": token.token_id, "token": entry.token, "bytes": entry.bytes, "logprob": entry.logprob}
-            found.append(LlamaToken(**generated, top_logprobs=likeliest))
-        return found
-
-    def _last(
-        self, number: int, output: RequestOutput, completion: CompletionOutput, predicted: int
-    ) -> LlamaCompletion:
-        """The whole answer of ``predicted`` tokens but for its text, as the last event of a stream has it."""
-        generation, prompt = self.generation, self.generation.prompts[number]
-        evaluated, cached = len(prompt["prompt_token_ids"]), output.metrics.num_cached_tokens
-        kind, word = _end(completion)
-        return LlamaCompletion(
-            index=number,
-            content="",
-            tokens=[],
-            stop=True,
-            id_slot=-1,
-            model=generation.model.name,
-            tokens_predicted=predicted,
-            tokens_evaluated=evaluated,
-            tokens_cached=cached,
-            prompt=prompt.get("prompt") or generation.service.llm.tokenizer.decode(prompt["prompt_token_ids"]),
-            truncated=False,
-            stop_type=kind,
-            stopping_word=word,
-            generation_settings=_settings(generation),
-            timings=_timings(output.metrics, evaluated - cached, predicted),
-        )
-
-
-def _timings(times: RequestMetrics, computed: int, predicted: int) -> LlamaTimings | None:
-    """What the engine measured; None: no token was generated."""
-    if times.first_token_time is None or times.last_token_time is None:
-        return None
-    rest = times.last_token_time - times.first_token_time
-    return LlamaTimings(
-        prompt_n=computed,
-        prompt_ms=(times.first_token_time - times.arrival_time) * 1e3,
-        predicted_n=predicted,
-        predicted_ms=rest * 1e3,
-        predicted_per_second=predicted / rest if rest else None,
-    )
-
-
-def _end(completion: CompletionOutput) -> tuple[Literal["eos", "limit", "word"], str]:
-    """Why a completion ended, and the stop text that ended it."""
-    if completion.finish_reason == "length":
-        return "limit", ""
-    return ("word", completion.stop_reason) if isinstance(completion.stop_reason, str) else ("eos", "")
-
-
-def _settings(generation: Generation) -> dict[str, Any]:
-    """The parameters of sampling under llama.cpp's names."""
-    params = generation.params
-    if not isinstance(params, SamplingParams):
-        return {}
-    return {
-        "n_ctx": generation.service.llm.max_model_len,
-        "n_predict": params.max_tokens,
-        "seed": params.seed,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repeat_penalty": params.repetition_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "stop": list(params.stop or []),
-        "stream": bool(generation.body.stream),
-    }
-
-
-# Routes of llama.cpp's server, registered together, and those that tell of the server.
-
-
-def add_llama_routes(add: Callable[..., None]) -> None:
-    """Registers the routes; ``add`` is given method, path, endpoint, the response's model, and ``stream``."""
-    for path in ("/completion", "/completions"):
-        add("POST", path, complete, LlamaCompletion | list[LlamaCompletion], stream=True)
-    add("POST", "/infill", infill, LlamaCompletion, stream=True)
-    add("POST", "/apply-template", apply_template, AppliedTemplate)
-    add("GET", "/props", props, Props)
-    add("GET", "/slots", slots, list[Slot])
-
-
-async def apply_template(request: Request, body: ApplyTemplateRequest) -> AppliedTemplate:
-    """A conversation as the model's template writes it."""
-    service = state_of(request)
-    await service.model(None)
-    return AppliedTemplate(prompt=await write_conversation(service, request, body.messages, body))
-
-
-async def props(request: Request) -> Props:
-    """The model, its template and its context."""
-    service = state_of(request)
-    tokenizer, name = service.llm.tokenizer, service.model_names[0]
-    return Props(
-        default_generation_settings={"n_ctx": service.llm.max_model_len, "params": default_params(service)},
-        total_slots=service.llm.config.max_num_seqs,
-        model_path=service.shown_path(name),
-        model_alias=name,
-        chat_template=tokenizer.chat_templates.get("default"),
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-        modalities={"vision": False, "audio": False},
-        build_info=f"octavo-{__version__}",
-    )
-
-
-def default_params(service: ServerState) -> dict[str, Any]:
-    """What a request without parameters is sampled with, under the names of both APIs where they differ."""
-    values = service.llm.inputs.sampling_in_effect
-    return {
-        **values,
-        "repeat_penalty": values["repetition_penalty"],
-        "n_predict": values.get("max_tokens", -1),  # -1: as many as the context allows
-    }
-
-
-async def slots(request: Request) -> list[Slot]:
-    """The sequences that can run at once; those that do come first, as none has a place of its own."""
-    service = state_of(request)
-    running = (await service.llm.stats()).num_running
-    length = service.llm.max_model_len
-    count = service.llm.config.max_num_seqs
-    return [Slot(id=i, n_ctx=length, is_processing=i < running) for i in range(count)]

@@ -1,8 +1,4 @@
-"""The server's log: plain or JSON lines with request ids, written without ever blocking the server.
-
-Lines go through a bounded queue to a writer thread. When the disk is full, the reader of a pipe is stuck or gone, or
-lines come faster than they can be written, lines are dropped and counted.
-"""
+"""The server's log lines, plain or JSON, which never block it; and its OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -31,19 +27,17 @@ if TYPE_CHECKING:
 
 
 FORMATS = ("plain", "json")
-#: Most lines queued for the writer.
 QUEUE_LINES = 10_000
-#: Most characters (or token ids) of a prompt that are logged.
+#: Most characters (or token ids) of a prompt in a log line.
 PROMPT_CHARACTERS = 2_000
 
-#: Id of the HTTP request that the current task handles; every line that it logs carries the id.
+#: Id of the HTTP request that the current task handles, for its log lines.
 request_id: ContextVar[str | None] = ContextVar("octavo_request_id", default=None)
 
 logger = logging.getLogger("octavo.server")
 
 
 def new_request_id() -> str:
-    """A unique request id."""
     return f"req-{uuid.uuid4().hex}"
 
 
@@ -51,13 +45,16 @@ def start_logging(log_format: str = "plain", level: str = "info", path: Path | N
     """Sends the lines of Octavo, uvicorn and asyncio to standard error, or appends them to the file.
 
     uvicorn must be run with ``log_config=None``; ``log_access`` replaces its access log.
-
-    Raises:
-        ConfigError: there is no such format, or the file cannot be opened.
     """
     if log_format not in FORMATS:
         raise ConfigError(f"log_format must be one of {', '.join(FORMATS)}, not {log_format!r}")
-    writer = LineWriter(2 if path is None else _open(path))
+    descriptor = 2
+    if path is not None:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        except OSError as e:
+            raise ConfigError(f"cannot write the log file {path}: {e.strerror}") from None
+    writer = LineWriter(descriptor)
     writer.setFormatter(JsonFormatter() if log_format == "json" else PlainFormatter())
     for name in ("octavo", "uvicorn", "asyncio"):
         target = logging.getLogger(name)
@@ -71,46 +68,40 @@ def start_logging(log_format: str = "plain", level: str = "info", path: Path | N
 
 
 def log_access(method: str, path: str, status: int, seconds: float, client: str | None = None, **fields: Any) -> None:
-    """Logs an HTTP request that has ended. ``fields`` may hold token counts, never text of the user."""
-    logger.info(
-        "%s %s",
-        method,
-        path,
-        extra={"fields": {"status": status, "ms": round(seconds * 1000, 1), "client": client, **fields}},
-    )
+    """Logs an HTTP request that has ended; ``fields`` may hold token counts, never text of the user."""
+    fields = {"status": status, "ms": round(seconds * 1000, 1), "client": client, **fields}
+    logger.info("%s %s", method, path, extra={"fields": fields})
 
 
 def log_fields(scope: MutableMapping[str, Any]) -> dict[str, Any]:
-    """Fields of the access log's line of the request in this ASGI scope; what is added appears there."""
+    """The fields of the access log's line of a request, by its ASGI scope; routes add to them."""
     fields: dict[str, Any] = scope.setdefault("state", {}).setdefault("log_fields", {})
     return fields
 
 
 def log_prompt(prompt: str | list[int]) -> None:
-    """Logs a prompt; to be called only with ``log_prompts``."""
-    shown = prompt[:PROMPT_CHARACTERS]
-    logger.info("prompt", extra={"fields": {"prompt": shown, "length": len(prompt)}})
+    logger.info("prompt", extra={"fields": {"prompt": prompt[:PROMPT_CHARACTERS], "length": len(prompt)}})
 
 
 class LineWriter(logging.Handler):
-    """Writes lines to a file descriptor in a thread.
+    """Writes lines to a file descriptor in a thread, by way of a bounded queue.
 
-    Invariant: ``emit`` neither blocks nor raises. Every line is either written or counted in ``dropped``.
+    Invariant: ``emit`` neither blocks nor raises. Every line is written, or counted in ``dropped``: when the disk is
+    full, the reader of a pipe is stuck or gone, or lines come too fast.
     """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
-        #: Lines lost so far.
         self.dropped = 0
         self._descriptor = descriptor
         self._lines: queue.Queue[bytes | None] = queue.Queue(QUEUE_LINES)
-        # Whether an error cut the last line short: the next one then begins with a line end.
+        # Whether an error cut the last line short: the next line then begins with a line end.
         self._torn = False
         self._thread = threading.Thread(target=self._write_all, name="octavo-log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Formats in the calling task, where the request id is known; the thread writes."""
+        """Formats the line in the calling task, where the request id is known."""
         try:
             line = self.format(record) + "\n"
             self._lines.put_nowait(line.encode("utf-8", "backslashreplace"))
@@ -127,28 +118,24 @@ class LineWriter(logging.Handler):
 
     def _write_all(self) -> None:
         while (line := self._lines.get()) is not None:
+            rest = b"\n" + line if self._torn else line
             try:
-                self._write(line)
+                while rest:
+                    written = os.write(self._descriptor, rest)
+                    self._torn = written > 0
+                    rest = rest[written:]
+                self._torn = False
             except OSError:
                 self.dropped += 1
-
-    def _write(self, line: bytes) -> None:
-        rest = b"\n" + line if self._torn else line
-        while rest:
-            written = os.write(self._descriptor, rest)
-            self._torn = written > 0
-            rest = rest[written:]
-        self._torn = False
 
 
 class PlainFormatter(logging.Formatter):
     """``TIME LEVEL MESSAGE key=value ...``: one line, plus tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
-        fields = _fields(record)
-        words = [_time(record).isoformat(sep=" ", timespec="milliseconds"), record.levelname, _message(record)]
-        words += [f"{name}={_plain(value)}" for name, value in fields.items()]
+        logged = datetime.fromtimestamp(record.created, UTC)
+        words = [logged.isoformat(sep=" ", timespec="milliseconds"), record.levelname, _message(record)]
+        words += [f"{name}={_plain(value)}" for name, value in _fields(record).items()]
         line = " ".join(words)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -157,9 +144,8 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: time (ISO 8601), level, logger, message, the fields, request_id, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
         line = {
-            "time": _time(record).isoformat(timespec="milliseconds"),
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": _message(record),
@@ -168,17 +154,6 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(_clean(line), enc_hook=str).decode()
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
-    except OSError as e:
-        raise ConfigError(f"cannot write the log file {path}: {e.strerror}") from None
-
-
-def _time(record: logging.LogRecord) -> datetime:
-    return datetime.fromtimestamp(record.created, UTC)
 
 
 def _message(record: logging.LogRecord) -> str:
@@ -206,18 +181,14 @@ def _clean(value: Any) -> Any:
     return value
 
 
-# OpenTelemetry spans of requests; OpenTelemetry is imported only if tracing is configured.
+# OpenTelemetry spans of requests.
 
 
 class Tracer:
-    """Owns a tracer provider; exports in the background and drops spans rather than wait for a collector."""
+    """Exports spans in the background and drops spans rather than wait for a collector."""
 
     def __init__(self, model_name: str, endpoint: str | None = None, exporter: Any = None) -> None:
-        """Sends spans by OTLP over HTTP to ``endpoint`` (as ``http://127.0.0.1:4318/v1/traces``), or to ``exporter``.
-
-        Raises:
-            ConfigError: OpenTelemetry is not installed, or neither endpoint nor exporter is given.
-        """
+        """Sends spans (OTLP over HTTP) to ``endpoint`` (as ``http://127.0.0.1:4318/v1/traces``), or to ``exporter``."""
         if exporter is None and endpoint is None:
             raise ConfigError("tracing needs the endpoint of a collector, such as http://127.0.0.1:4318/v1/traces")
         try:
@@ -243,44 +214,10 @@ class Tracer:
         observer: RequestObserver | PoolingObserver,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Records the spans of a request that has ended.
-
-        Args:
-            output: its last output.
-            observer: has counted all outputs of the request.
-            headers: of the HTTP request, by lower-case name; ``traceparent`` names the caller's span.
-        """
+        """Records the spans of a request that has ended; the header ``traceparent`` names the caller's span."""
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        times = output.metrics
-        end = times.finished_time or time.monotonic()
-        # Times are of time.monotonic(); OpenTelemetry counts nanoseconds since 1970.
-        offset = time.time_ns() - time.monotonic_ns()
-
-        def epoch(seconds: float) -> int:
-            return int(seconds * 1e9) + offset
-
-        span = self._tracer.start_span(
-            "octavo.request",
-            context=TraceContextTextMapPropagator().extract(dict(headers or {})),
-            kind=SpanKind.SERVER,
-            start_time=epoch(times.arrival_time),
-            attributes=self._attributes(output, observer),
-        )
-        within = set_span_in_context(span)
-        for name, start, stop in _phases(times, end):
-            child = self._tracer.start_span(f"octavo.{name}", context=within, start_time=epoch(start))
-            child.end(end_time=epoch(stop))
-        span.end(end_time=epoch(end))
-
-    def shutdown(self) -> None:
-        """Exports the remaining spans and stops."""
-        self._provider.shutdown()
-
-    def _attributes(
-        self, output: RequestOutput | Pooled, observer: RequestObserver | PoolingObserver
-    ) -> dict[str, Any]:
         times = output.metrics
         attributes = {
             "gen_ai.response.id": output.request_id,
@@ -294,11 +231,32 @@ class Tracer:
         }
         if times.first_token_time is not None:
             attributes["octavo.time_to_first_token_seconds"] = times.first_token_time - times.arrival_time
-        return {name: value for name, value in attributes.items() if value is not None}
+        end = times.finished_time or time.monotonic()
+        # Request times are of time.monotonic(); OpenTelemetry counts nanoseconds since 1970.
+        offset = time.time_ns() - time.monotonic_ns()
+
+        def epoch(seconds: float) -> int:
+            return int(seconds * 1e9) + offset
+
+        span = self._tracer.start_span(
+            "octavo.request",
+            context=TraceContextTextMapPropagator().extract(dict(headers or {})),
+            kind=SpanKind.SERVER,
+            start_time=epoch(times.arrival_time),
+            attributes={name: value for name, value in attributes.items() if value is not None},
+        )
+        within = set_span_in_context(span)
+        for name, start, stop in _phases(times, end):
+            child = self._tracer.start_span(f"octavo.{name}", context=within, start_time=epoch(start))
+            child.end(end_time=epoch(stop))
+        span.end(end_time=epoch(end))
+
+    def shutdown(self) -> None:
+        self._provider.shutdown()
 
 
 def _phases(times: RequestMetrics, end: float) -> list[tuple[str, float, float]]:
-    """(name, start, end) of the phases that a request has reached."""
+    """(name, start, end) of each phase that a request has reached."""
     phases = [("queue", times.arrival_time, times.first_scheduled_time or end)]
     if times.first_scheduled_time is not None:
         phases.append(("prefill", times.first_scheduled_time, times.first_token_time or end))

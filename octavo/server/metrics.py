@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -21,147 +22,18 @@ if TYPE_CHECKING:
     from octavo.engine.replicas import ReplicaState
 
 
-# The series of ``/metrics`` that come from the state of an engine core, of which each replica has its own.
-
-#: Kind, text and further labels of each family with a series for each replica. Those of groups begin where layers have
-#: blocks of several kinds, those of drafts where drafts are made, those of adapters where adapters are served.
-FAMILIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
-    "requests": (Gauge, "Requests in the engine now, by state.", ("state",)),
-    "kv_cache_blocks": (Gauge, "KV cache blocks now, by state.", ("state",)),
-    "kv_cache_group_blocks": (
-        Gauge,
-        "KV cache blocks now, of each group of layers with equal KV entries, by state. window: tokens that its layers "
-        "attend to; all: the whole context.",
-        ("group", "window", "state"),
-    ),
-    "kv_cache_capacity_blocks": (Gauge, "KV cache blocks in all.", ()),
-    "kv_cache_host_used_blocks": (Gauge, "Host memory blocks that hold swapped KV.", ()),
-    "prefix_cache_queried_tokens": (Counter, "Prompt tokens looked up in the prefix cache.", ()),
-    "prefix_cache_hit_tokens": (Counter, "Prompt tokens found in the prefix cache.", ()),
-    "preemptions": (Counter, "Requests set back to make room, by kind.", ("kind",)),
-    "step_tokens": (Counter, "Tokens computed in steps, by phase; recomputed ones again.", ("phase",)),
-    "spec_decode_num_drafts": (Counter, "Drafts that were verified.", ()),
-    "spec_decode_num_draft_tokens": (Counter, "Tokens of drafts.", ()),
-    "spec_decode_num_accepted_tokens": (Counter, "Tokens of drafts that were accepted.", ()),
-    "spec_decode_num_accepted_tokens_per_pos": (
-        Counter,
-        "Drafts of which the token at this position was accepted.",
-        ("position",),
-    ),
-    "spec_decode_num_failures": (Counter, "Completions that went on without drafts as the drafter failed.", ()),
-    "adapters": (Gauge, "Adapters now: in slots on the device, in host memory, being loaded.", ("place",)),
-    "adapter_loads": (Counter, "Loads of adapters from files.", ()),
-    "adapter_failed_loads": (Counter, "Loads that failed.", ()),
-    "adapter_evictions": (Counter, "Adapters that lost their place to others.", ("place",)),
-    "adapter_admissions": (
-        Counter,
-        "Admissions of requests with an adapter: in its slot already (hit), or given one (miss).",
-        ("slot",),
-    ),
-    "adapter_stall_seconds": (Counter, "Time in which steps placed adapters or waited for one.", ()),
-    "adapter_longest_stall_seconds": (Gauge, "The longest of these times in one step.", ()),
-}
-#: A statistic of ``SchedulerState`` -> the family that shows it, and its labels there.
-_STATE = {
-    "num_running": ("requests", "running"),
-    "num_waiting": ("requests", "waiting"),
-    "num_swapped": ("requests", "swapped"),
-    "blocks_used": ("kv_cache_blocks", "used"),
-    "blocks_cached": ("kv_cache_blocks", "cached"),
-    "blocks_free": ("kv_cache_blocks", "free"),
-    "blocks_pinned": ("kv_cache_blocks", "pinned"),
-    "num_blocks": ("kv_cache_capacity_blocks",),
-    "host_blocks_used": ("kv_cache_host_used_blocks",),
-    "preemptions_by_recompute": ("preemptions", "recompute"),
-    "preemptions_by_swap": ("preemptions", "swap"),
-    "prefix_queried_tokens": ("prefix_cache_queried_tokens",),
-    "prefix_hit_tokens": ("prefix_cache_hit_tokens",),
-}
-#: The same of ``SpeculationStats`` and of ``AdapterStats``.
-_SPECULATION = {
-    "drafts": ("spec_decode_num_drafts",),
-    "draft_tokens": ("spec_decode_num_draft_tokens",),
-    "accepted_tokens": ("spec_decode_num_accepted_tokens",),
-    "failures": ("spec_decode_num_failures",),
-}
-_ADAPTERS = {
-    "in_slots": ("adapters", "slot"),
-    "in_host": ("adapters", "host"),
-    "loading": ("adapters", "loading"),
-    "loads": ("adapter_loads",),
-    "failed_loads": ("adapter_failed_loads",),
-    "slot_evictions": ("adapter_evictions", "slot"),
-    "host_evictions": ("adapter_evictions", "host"),
-    "slot_hits": ("adapter_admissions", "hit"),
-    "slot_misses": ("adapter_admissions", "miss"),
-    "seconds": ("adapter_stall_seconds",),
-    "longest_seconds": ("adapter_longest_stall_seconds",),
-}
-
-
-class ReplicaMetrics:
-    """The series of one engine core, those of groups, drafts and adapters from the time on at which there are any."""
-
-    def __init__(self, families: Mapping[str, Callable[..., Any]], replica: str) -> None:
-        """``families``: functions from label values to metrics, of all ``FAMILIES``."""
-        self._families, self._replica = families, replica
-        self._shown: dict[tuple[str, ...], Callable[[float], None]] = {}
-        self.prefill_tokens, self.decode_tokens = (families["step_tokens"](replica, p) for p in ("prefill", "decode"))
-        self.show(SchedulerState())
-
-    def show(self, stats: SchedulerState) -> None:
-        """Takes queues, blocks and totals."""
-        self._show_all(_STATE, stats)
-        for number, group in enumerate(stats.groups):
-            window = "all" if group.window is None else str(group.window)
-            for state in ("used", "cached", "free", "pinned"):
-                self._show(getattr(group, state), "kv_cache_group_blocks", str(number), window, state)
-        if stats.adapters is not None:
-            self._show_all(_ADAPTERS, stats.adapters)
-        if stats.speculation is not None:
-            self._show_all(_SPECULATION, stats.speculation)
-            for position, accepted in enumerate(stats.speculation.accepted_per_position):
-                self._show(accepted, "spec_decode_num_accepted_tokens_per_pos", str(position))
-
-    def _show_all(self, series: Mapping[str, tuple[str, ...]], stats: object) -> None:
-        for name, which in series.items():
-            self._show(getattr(stats, name), *which)
-
-    def _show(self, value: float, *which: str) -> None:
-        """Sets a gauge, or the total of a counter, of this family and these labels."""
-        show = self._shown.get(which)
-        if show is None:
-            family, *labels = which
-            metric = self._families[family](self._replica, *labels)
-            show = self._shown[which] = metric.set if isinstance(metric, Gauge) else Total(metric).set_total
-        show(value)
-
-
-class Total:
-    """A counter that follows a running total."""
-
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self._last = 0.0
-
-    def set_total(self, total: float) -> None:
-        """Counts what it has grown by since the last one; an engine core that was started again begins at 0."""
-        self._counter.inc(total - self._last if total >= self._last else total)
-        self._last = total
-
-
 #: Upper bounds of histogram buckets, in seconds.
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0)
 STEP_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0)
 
-#: Adapters with series of their own, so that clients cannot make any number of them; the others share one.
+#: Most adapters with series of their own, as clients can name any number of them; the others share one.
 MAX_ADAPTER_LABELS = 256
 OTHER_ADAPTERS = "(others)"
-#: Finish reasons of complete requests; only these enter the histogram of request durations.
+#: Finish reasons of complete requests, which enter the histogram of durations.
 COMPLETE = ("stop", "length")
-#: Finish reasons exported as zero from the start; others appear once they occur.
+#: Finish reasons with a series from the start; other series begin with their first request.
 REASONS = (*COMPLETE, "abort", "error", "ignored")
 
 
@@ -172,45 +44,130 @@ class Metrics:
     """
 
     def __init__(self, model_name: str, dropped_logs: Callable[[], int] = lambda: 0) -> None:
-        """``dropped_logs`` returns the log lines lost so far; called by every ``render``."""
+        """``dropped_logs`` returns the number of log lines lost so far; called by every ``render``."""
         self.registry = CollectorRegistry()
-        self._model = model_name
-        self._dropped_logs = dropped_logs
+        self._model, self._dropped_logs = model_name, dropped_logs
+        #: Called by every ``render``: the name and the state, "running" or "waiting", of each open request with an
+        #: adapter; the replicas; and how often a request went from one core to another.
+        self.adapter_states: Callable[[], Iterable[tuple[str, str]]] = tuple
+        self.replica_states: Callable[[], Iterable[ReplicaState]] = tuple
+        self.num_resumed: Callable[[], int] = int
+        #: Statistics of grammars, shown by every ``render``.
+        self.grammars = GrammarStats()
+
         ProcessCollector(registry=self.registry)
-        self._gauge("build", "1, with the version of this server.", ["version"], unit="info")(__version__).set(1)
+        counter, gauge = partial(self._family, Counter), partial(self._family, Gauge)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return self._family(Histogram, name, text, unit="seconds", buckets=buckets)()
+
+        gauge("build", "1, with the version of this server.", ["version"], unit="info")(__version__).set(1)
         #: Functions from label values to metrics, of the families with a series for each replica.
         self._by_replica: dict[str, Any] = {}
         for name, (kind, text, labels) in FAMILIES.items():
             self._by_replica[name] = self._family(kind, name, text, ["replica", *labels])
         self._replicas: dict[int, ReplicaMetrics] = {}
-        #: Name and state, "running" or "waiting", of each open request with an adapter; called by every ``render``.
-        self.adapter_states: Callable[[], Iterable[tuple[str, str]]] = tuple
+
+        # Requests.
+        self.finished = counter("requests_finished", "Requests that ended, by reason.", ["reason"])
+        for reason in REASONS:
+            self.finished(reason)
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of requests that started.")()
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")()
+        self.first_token = histogram(
+            "time_to_first_token", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
+        )
+        self.inter_token = histogram(
+            "inter_token_latency", "Between two tokens of one completion, as they reach the front end.", TOKEN_BUCKETS
+        )
+        self.duration = histogram(
+            "request_duration", "From arrival to the end, of requests that ended by stop or length.", REQUEST_BUCKETS
+        )
+        self.queue = histogram(
+            "request_queue_time", "From arrival to the first step that computed something of it.", FIRST_TOKEN_BUCKETS
+        )
+
+        # Vectors and scores; the series of a task begin with its first request.
+        self.pooled_finished = counter(
+            "pooling_requests_finished", "Inputs for vectors and scores that ended, by task and reason.",
+            ["task", "reason"],
+        )  # fmt: skip
+        self.pooled_tokens = counter(
+            "pooling_prompt_tokens", "Tokens of inputs for vectors and scores, by task.", ["task"]
+        )
+        self.pooled_duration = self._family(
+            Histogram, "pooling_request_duration", "From the arrival of an input to its vector or scores, by task.",
+            ["task"], unit="seconds", buckets=FIRST_TOKEN_BUCKETS,
+        )  # fmt: skip
+
+        # Steps.
+        self.step_seconds = histogram("step_duration", "Steps: schedule, execute, update.", STEP_BUCKETS)
+        self._worker_seconds = counter("step_worker_seconds", "Time of steps inside the worker.")()
+        self._between_seconds = counter(
+            "step_between_seconds", "Time between steps while there was work: taking messages in, sending outputs."
+        )()
+        # Its series begins with the first value: without time_kernels it is absent rather than zero.
+        self._kernel_seconds = counter(
+            "step_kernel_seconds", "Time of steps inside kernels, if kernels are timed (time_kernels)."
+        )
+
+        # Adapters; the series of one begin with its first request.
         self._adapter_labels: set[str] = set()
-        #: The replicas, and how often a request went from one core to another; called by every ``render``.
-        self.replica_states: Callable[[], Iterable[ReplicaState]] = tuple
-        self.num_resumed: Callable[[], int] = int
-        #: What every ``render`` shows of grammars.
-        self.grammars = GrammarStats()
-        self._make_requests()
-        self._make_latencies()
-        self._make_pooling()
-        self._make_steps()
-        self._make_adapters()
-        self._make_grammars()
-        self._make_http()
-        self._make_replicas()
+        self._adapter_requests = gauge(
+            "adapter_requests", "Requests in the engine now, by adapter and state.", ["adapter", "state"]
+        )
+        self.adapter_finished = counter("adapter_requests_finished", "Requests that ended.", ["adapter"])
+        self.adapter_prompt_tokens = counter(
+            "adapter_prompt_tokens", "Tokens of the prompts of requests that started.", ["adapter"]
+        )
+        self.adapter_generation_tokens = counter("adapter_generation_tokens", "Tokens generated.", ["adapter"])
+
+        # Grammars.
+        self._grammars_waiting = gauge(
+            "grammars_compiling", "Requests whose grammar is being compiled, or waits for it."
+        )()
+        compiled = counter("grammar_compilations", "Grammars compiled for the first time, by result.", ["result"])
+        self._grammar_totals = {
+            "compiled": Total(compiled("compiled")),
+            "refused": Total(compiled("refused")),
+            "seconds": Total(counter("grammar_compile_seconds", "Processor time of compiling grammars.")()),
+        }
+
+        # HTTP and logs.
+        self._http_open = gauge("http_open_requests", "HTTP requests being handled.")()
+        self._http_responses = counter("http_responses", "HTTP responses by route and status.", ["route", "code"])
+        self._http_rejected = counter("http_rejected", "HTTP requests answered 429, as the queue was full.")()
+        self._log_lines_dropped = Total(
+            counter("log_lines_dropped", "Log lines lost: the disk was full, or the writer too slow.")()
+        )
+
+        # Replicas.
+        self._up = gauge("replica_up", "1 if the engine core of a replica takes requests, else 0.", ["replica"])
+        self._starts = counter("replica_restarts", "Engine cores started in the place of another.", ["replica"])
+        self._restarts: dict[int, Total] = {}
+        self._resumed = Total(
+            counter("requests_resumed", "Times that a request went on at another engine core than before.")()
+        )
         self._replica(0)
 
     def render(self) -> tuple[bytes, str]:
         """The page that Prometheus scrapes, and its content type."""
         self._log_lines_dropped.set_total(self._dropped_logs())
-        self._show_adapter_requests()
-        self._show_grammars()
-        self._show_replicas()
+        counts = Counts((self.adapter_label(name), state) for name, state in self.adapter_states())
+        for label in self._adapter_labels:
+            for state in ("running", "waiting"):
+                self._adapter_requests(label, state).set(counts[label, state])
+        self._grammars_waiting.set(self.grammars.waiting)
+        for name, total in self._grammar_totals.items():
+            total.set_total(getattr(self.grammars, name))
+        for replica in self.replica_states():
+            self._up(str(replica.number)).set(replica.status == "ready")
+            total = self._restarts.setdefault(replica.number, Total(self._starts(str(replica.number))))
+            total.set_total(replica.num_restarts)
+        self._resumed.set_total(self.num_resumed())
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def log(self, stats: StepStats) -> None:
-        """Adds the statistics of a step."""
         replica = self._replica(stats.replica)
         if stats.seconds:
             self.step_seconds.observe(stats.seconds)
@@ -233,156 +190,30 @@ class Metrics:
 
     def latencies(self) -> list[HistogramCounts]:
         """The histograms of seconds to the first token, between tokens and of requests."""
-        named = {"first token": self.first_token, "between tokens": self.inter_token, "request": self.duration}
-        return [_counts(name, histogram) for name, histogram in named.items()]
+        histograms = {"first token": self.first_token, "between tokens": self.inter_token, "request": self.duration}
+        return [_counts(name, histogram) for name, histogram in histograms.items()]
 
     def http_started(self) -> None:
-        """Counts an HTTP request that has begun."""
         self._http_open.inc()
 
     def http_finished(self, route: str, status: int) -> None:
-        """Counts an HTTP request that has ended.
-
-        ``route`` is the pattern of the route, never the requested path, as each value is a series of its own.
-        """
+        """Counts an HTTP response; ``route`` is the route's pattern, as each value is a series of its own."""
         self._http_open.dec()
         self._http_responses(route, str(status)).inc()
         if status == 429:
             self._http_rejected.inc()
 
-    # Families -------------------------------------------------------------------------------------------------------
-
-    def _make_requests(self) -> None:
-        self.finished = self._counter("requests_finished", "Requests that ended, by reason.", ["reason"])
-        for reason in REASONS:
-            self.finished(reason)
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of the prompts of requests that started.")()
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")()
-
-    def _make_latencies(self) -> None:
-        self.first_token = self._histogram(
-            "time_to_first_token", "From a request's arrival to its first token.", FIRST_TOKEN_BUCKETS
-        )
-        self.inter_token = self._histogram(
-            "inter_token_latency", "Between two tokens of one completion, as they reach the front end.", TOKEN_BUCKETS
-        )
-        self.duration = self._histogram(
-            "request_duration", "From arrival to the end, of requests that ended by stop or length.", REQUEST_BUCKETS
-        )
-        self.queue = self._histogram(
-            "request_queue_time", "From arrival to the first step that computed something of it.", FIRST_TOKEN_BUCKETS
-        )
-
-    def _make_pooling(self) -> None:
-        """The series of a task begin with its first request."""
-        self.pooled_finished = self._counter(
-            "pooling_requests_finished",
-            "Inputs for vectors and scores that ended, by task and reason.",
-            ["task", "reason"],
-        )
-        self.pooled_tokens = self._counter(
-            "pooling_prompt_tokens", "Tokens of inputs for vectors and scores, by task.", ["task"]
-        )
-        self.pooled_duration = self._family(
-            Histogram,
-            "pooling_request_duration",
-            "From the arrival of an input to its vector or scores, by task.",
-            ["task"],
-            unit="seconds",
-            buckets=FIRST_TOKEN_BUCKETS,
-        )
-
-    def _make_steps(self) -> None:
-        self.step_seconds = self._histogram("step_duration", "Steps: schedule, execute, update.", STEP_BUCKETS)
-        self._worker_seconds = self._counter("step_worker_seconds", "Time of steps inside the worker.")()
-        self._between_seconds = self._counter(
-            "step_between_seconds", "Time between steps while there was work: taking messages in, sending outputs."
-        )()
-        # Created with its first value: without time_kernels the series is absent rather than zero.
-        self._kernel_seconds = self._counter(
-            "step_kernel_seconds", "Time of steps inside kernels, if kernels are timed (time_kernels)."
-        )
-
-    def _make_adapters(self) -> None:
-        """The series of an adapter begin with its first request."""
-        self._adapter_requests = self._gauge(
-            "adapter_requests",
-            "Requests in the engine now, by adapter and state.",
-            ["adapter", "state"],
-        )
-        self.adapter_finished = self._counter("adapter_requests_finished", "Requests that ended.", ["adapter"])
-        self.adapter_prompt_tokens = self._counter(
-            "adapter_prompt_tokens", "Tokens of the prompts of requests that started.", ["adapter"]
-        )
-        self.adapter_generation_tokens = self._counter("adapter_generation_tokens", "Tokens generated.", ["adapter"])
-
     def adapter_label(self, name: str) -> str:
-        """The label of an adapter: its name, of the first ``MAX_ADAPTER_LABELS``; ``OTHER_ADAPTERS`` of all others."""
+        """An adapter's name if it is among the first ``MAX_ADAPTER_LABELS``, else ``OTHER_ADAPTERS``."""
         if name in self._adapter_labels:
             return name
         label = name if len(self._adapter_labels) < MAX_ADAPTER_LABELS else OTHER_ADAPTERS
         self._adapter_labels.add(label)
         return label
 
-    def _show_adapter_requests(self) -> None:
-        counts: Counts[tuple[str, str]] = Counts()
-        for name, state in self.adapter_states():
-            counts[self.adapter_label(name), state] += 1
-        for label in self._adapter_labels:
-            for state in ("running", "waiting"):
-                self._adapter_requests(label, state).set(counts[label, state])
-
-    def _make_grammars(self) -> None:
-        self._grammars_waiting = self._gauge(
-            "grammars_compiling", "Requests whose grammar is being compiled, or waits for it."
-        )()
-        done = self._counter("grammar_compilations", "Grammars compiled for the first time, by result.", ["result"])
-        self._grammar_totals = {
-            "compiled": Total(done("compiled")),
-            "refused": Total(done("refused")),
-            "seconds": Total(self._counter("grammar_compile_seconds", "Processor time of compiling grammars.")()),
-        }
-
-    def _show_grammars(self) -> None:
-        self._grammars_waiting.set(self.grammars.waiting)
-        for name, total in self._grammar_totals.items():
-            total.set_total(getattr(self.grammars, name))
-
-    def _make_replicas(self) -> None:
-        self._up = self._gauge("replica_up", "1 if the engine core of a replica takes requests, else 0.", ["replica"])
-        self._starts = self._counter("replica_restarts", "Engine cores started in the place of another.", ["replica"])
-        self._restarts: dict[int, Total] = {}
-        self._resumed = Total(
-            self._counter("requests_resumed", "Times that a request went on at another engine core than before.")()
-        )
-
-    def _show_replicas(self) -> None:
-        for state in self.replica_states():
-            self._up(str(state.number)).set(state.status == "ready")
-            total = self._restarts.setdefault(state.number, Total(self._starts(str(state.number))))
-            total.set_total(state.num_restarts)
-        self._resumed.set_total(self.num_resumed())
-
-    def _make_http(self) -> None:
-        self._http_open = self._gauge("http_open_requests", "HTTP requests being handled.")()
-        self._http_responses = self._counter("http_responses", "HTTP responses by route and status.", ["route", "code"])
-        self._http_rejected = self._counter("http_rejected", "HTTP requests answered 429, as the queue was full.")()
-        self._log_lines_dropped = Total(
-            self._counter("log_lines_dropped", "Log lines lost: the disk was full, or the writer too slow.")()
-        )
-
-    def _gauge(self, name: str, text: str, labels: list[str] | None = None, unit: str = "") -> Any:
-        return self._family(Gauge, name, text, labels, unit=unit)
-
-    def _counter(self, name: str, text: str, labels: list[str] | None = None) -> Any:
-        return self._family(Counter, name, text, labels)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return self._family(Histogram, name, text, None, unit="seconds", buckets=buckets)()
-
-    def _family(self, kind: Any, name: str, text: str, labels: list[str] | None, **options: Any) -> Any:
+    def _family(self, kind: Any, name: str, text: str, labels: Sequence[str] = (), **options: Any) -> Any:
         """Makes a family; returns a function from its label values to the metric."""
-        family = kind(f"octavo_{name}", text, ["model_name", *(labels or [])], registry=self.registry, **options)
+        family = kind(f"octavo_{name}", text, ["model_name", *labels], registry=self.registry, **options)
         return lambda *values: family.labels(self._model, *values)
 
 
@@ -459,3 +290,129 @@ class RequestObserver:
         self._metrics.generation_tokens.inc(count)
         if self._adapter is not None:
             self._metrics.adapter_generation_tokens(self._adapter).inc(count)
+
+
+# Series from the state of an engine core; each replica has its own.
+
+#: Kind, text and further labels of each family with a series for each replica. Series of groups begin where layers
+#: have KV entries of different sizes, those of drafts and of adapters where there are any.
+FAMILIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "requests": (Gauge, "Requests in the engine now, by state.", ("state",)),
+    "kv_cache_blocks": (Gauge, "KV cache blocks now, by state.", ("state",)),
+    "kv_cache_group_blocks": (
+        Gauge,
+        "KV cache blocks now, of each group of layers with equal KV entries, by state. window: tokens that its layers "
+        "attend to; all: the whole context.",
+        ("group", "window", "state"),
+    ),
+    "kv_cache_capacity_blocks": (Gauge, "KV cache blocks in all.", ()),
+    "kv_cache_host_used_blocks": (Gauge, "Host memory blocks that hold swapped KV.", ()),
+    "prefix_cache_queried_tokens": (Counter, "Prompt tokens looked up in the prefix cache.", ()),
+    "prefix_cache_hit_tokens": (Counter, "Prompt tokens found in the prefix cache.", ()),
+    "preemptions": (Counter, "Requests set back to make room, by kind.", ("kind",)),
+    "step_tokens": (Counter, "Tokens computed in steps, by phase; recomputed ones again.", ("phase",)),
+    "spec_decode_num_drafts": (Counter, "Drafts that were verified.", ()),
+    "spec_decode_num_draft_tokens": (Counter, "Tokens of drafts.", ()),
+    "spec_decode_num_accepted_tokens": (Counter, "Tokens of drafts that were accepted.", ()),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        Counter,
+        "Drafts of which the token at this position was accepted.",
+        ("position",),
+    ),
+    "spec_decode_num_failures": (Counter, "Completions that went on without drafts as the drafter failed.", ()),
+    "adapters": (Gauge, "Adapters now: in slots on the device, in host memory, being loaded.", ("place",)),
+    "adapter_loads": (Counter, "Loads of adapters from files.", ()),
+    "adapter_failed_loads": (Counter, "Loads that failed.", ()),
+    "adapter_evictions": (Counter, "Adapters that lost their place to others.", ("place",)),
+    "adapter_admissions": (
+        Counter,
+        "Admissions of requests with an adapter: in its slot already (hit), or given one (miss).",
+        ("slot",),
+    ),
+    "adapter_stall_seconds": (Counter, "Time in which steps placed adapters or waited for one.", ()),
+    "adapter_longest_stall_seconds": (Gauge, "The longest of these times in one step.", ()),
+}
+#: Statistics of ``SchedulerState``, ``SpeculationStats`` and ``AdapterStats`` -> family and labels.
+_STATE = {
+    "num_running": ("requests", "running"),
+    "num_waiting": ("requests", "waiting"),
+    "num_swapped": ("requests", "swapped"),
+    "blocks_used": ("kv_cache_blocks", "used"),
+    "blocks_cached": ("kv_cache_blocks", "cached"),
+    "blocks_free": ("kv_cache_blocks", "free"),
+    "blocks_pinned": ("kv_cache_blocks", "pinned"),
+    "num_blocks": ("kv_cache_capacity_blocks",),
+    "host_blocks_used": ("kv_cache_host_used_blocks",),
+    "preemptions_by_recompute": ("preemptions", "recompute"),
+    "preemptions_by_swap": ("preemptions", "swap"),
+    "prefix_queried_tokens": ("prefix_cache_queried_tokens",),
+    "prefix_hit_tokens": ("prefix_cache_hit_tokens",),
+}
+_SPECULATION = {
+    "drafts": ("spec_decode_num_drafts",),
+    "draft_tokens": ("spec_decode_num_draft_tokens",),
+    "accepted_tokens": ("spec_decode_num_accepted_tokens",),
+    "failures": ("spec_decode_num_failures",),
+}
+_ADAPTERS = {
+    "in_slots": ("adapters", "slot"),
+    "in_host": ("adapters", "host"),
+    "loading": ("adapters", "loading"),
+    "loads": ("adapter_loads",),
+    "failed_loads": ("adapter_failed_loads",),
+    "slot_evictions": ("adapter_evictions", "slot"),
+    "host_evictions": ("adapter_evictions", "host"),
+    "slot_hits": ("adapter_admissions", "hit"),
+    "slot_misses": ("adapter_admissions", "miss"),
+    "seconds": ("adapter_stall_seconds",),
+    "longest_seconds": ("adapter_longest_stall_seconds",),
+}
+
+
+class ReplicaMetrics:
+    """The series of one engine core."""
+
+    def __init__(self, families: Mapping[str, Callable[..., Any]], replica: str) -> None:
+        """``families``: functions from label values to metrics, for all ``FAMILIES``."""
+        self._families, self._replica = families, replica
+        self._shown: dict[tuple[str, ...], Callable[[float], None]] = {}
+        self.prefill_tokens, self.decode_tokens = (families["step_tokens"](replica, p) for p in ("prefill", "decode"))
+        self.show(SchedulerState())
+
+    def show(self, stats: SchedulerState) -> None:
+        self._show_all(_STATE, stats)
+        for number, group in enumerate(stats.groups):
+            window = "all" if group.window is None else str(group.window)
+            for state in ("used", "cached", "free", "pinned"):
+                self._show(getattr(group, state), "kv_cache_group_blocks", str(number), window, state)
+        if stats.adapters is not None:
+            self._show_all(_ADAPTERS, stats.adapters)
+        if stats.speculation is not None:
+            self._show_all(_SPECULATION, stats.speculation)
+            for position, accepted in enumerate(stats.speculation.accepted_per_position):
+                self._show(accepted, "spec_decode_num_accepted_tokens_per_pos", str(position))
+
+    def _show_all(self, series: Mapping[str, tuple[str, ...]], stats: object) -> None:
+        for name, which in series.items():
+            self._show(getattr(stats, name), *which)
+
+    def _show(self, value: float, *which: str) -> None:
+        """Sets a gauge, or the total of a counter; ``which``: the family and its labels."""
+        show = self._shown.get(which)
+        if show is None:
+            family, *labels = which
+            metric = self._families[family](self._replica, *labels)
+            show = self._shown[which] = metric.set if isinstance(metric, Gauge) else Total(metric).set_total
+        show(value)
+
+
+class Total:
+    """A counter that follows a running total."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter, self._last = counter, 0.0
+
+    def set_total(self, total: float) -> None:
+        """Counts the growth since the last total; the totals of a restarted engine core begin at 0."""
+        self._counter.inc(total - self._last if total >= self._last else total)
+        self._last = total

@@ -1,4 +1,4 @@
-"""The files of the page at ``/``: what is in them, and the headers under which browsers run them."""
+"""The page at ``/``: its files, the headers under which browsers run them, and its stream of events of the engine."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from octavo.core.errors import OctavoError
 from octavo.core.stats import NUM_STEPS, EngineEvent, EngineView, Histogram, ReplicaRow, StepRecord
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.http.errors import ApiError
-from octavo.server.http.middleware import client_of
+from octavo.server.http.middleware import Middleware, client_of
 from octavo.server.http.streaming import EventStream
 
+logger = logging.getLogger("octavo.server")
+
 FOLDER = Path(__file__).resolve().parent / "ui"
-#: Addresses of the files begin with this.
+#: Addresses of the files begin with it.
 PREFIX = "/ui/"
 INDEX = "index.html"
 
@@ -38,21 +41,11 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-#: Nothing is loaded from elsewhere, no script stands in the page, and no text becomes markup.
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data: blob:",
-        "media-src 'self' data: blob:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
+#: Nothing is loaded from elsewhere, the page contains no script, and no text becomes markup.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "media-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = {
     "content-security-policy": POLICY,
@@ -62,7 +55,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=(self)",
-    # Asked for again each time, and sent only if changed: another version of the server may answer.
+    # Each load asks whether a file has changed: another version of the server may answer.
     "cache-control": "no-cache",
     "vary": "accept, accept-encoding",
 }
@@ -75,13 +68,11 @@ class UiFile:
     body: bytes
     compressed: bytes
     media_type: str
-    #: Of its content.
     etag: str
 
 
 @cache
 def ui_files() -> dict[str, UiFile]:
-    """The files by their address; read once, when the page is first asked for."""
     files = {}
     for path in sorted(FOLDER.rglob("*")):
         if path.suffix in MEDIA_TYPES:
@@ -103,7 +94,7 @@ def find_file(path: str, *, wants_html: bool) -> UiFile | None:
 
 
 def for_recordings(file: UiFile) -> UiFile:
-    """The file as it is where the page shows a recording, without a server's engine."""
+    """The page's file in the mode that shows a recording, without a server."""
     body = file.body.replace(b'name="octavo-mode" content="live"', b'name="octavo-mode" content="recording"')
     return file if body == file.body else _make(body, file.media_type)
 
@@ -120,67 +111,47 @@ def answer(file: UiFile, *, if_none_match: str, accept_encoding: str) -> tuple[i
     return 200, headers, body
 
 
-# Serves the page at ``/`` in front of the routes: its files say nothing of the server's users and need no key.
+# The page's files are served in front of the routes: they hold nothing of the server's users and need no key.
 
 
-@dataclass(frozen=True)
-class _Route:
-    """What metrics and logs call the files."""
+class UiMiddleware(Middleware):
+    """Answers GET requests for the page and its files; ``/`` is the page for browsers, JSON for other clients."""
 
-    path: str = PREFIX
-
-
-class UiMiddleware:
-    """Answers requests for the page and its files, and passes all others on.
-
-    ``/`` is the page for browsers; other clients get what answered there before: JSON.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers, or passes the request on."""
-        if scope["type"] != "http" or scope["method"] != "GET":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        file = find_file(scope["path"], wants_html="text/html" in headers.get("accept", ""))
+        wants_html = "text/html" in headers.get("accept", "")
+        file = find_file(scope["path"], wants_html=wants_html) if scope["method"] == "GET" else None
         if file is None:
             await self.app(scope, receive, send)
             return
-        scope["route"] = _Route()
+        scope["route"] = SimpleNamespace(path=PREFIX)  # the pattern of all files, for metrics and logs
         status, sent, body = answer(
-            file,
-            if_none_match=headers.get("if-none-match", ""),
-            accept_encoding=headers.get("accept-encoding", ""),
+            file, if_none_match=headers.get("if-none-match", ""), accept_encoding=headers.get("accept-encoding", "")
         )
         raw = [(name.encode(), value.encode()) for name, value in sent.items() if name != "x-content-type-options"]
         await send({"type": "http.response.start", "status": status, "headers": raw})
         await send({"type": "http.response.body", "body": body})
 
 
-# ``/engine/events``: what the engine looks like, as it changes, for any number of pages at the cost of one.
+# ``/engine/events``: views of the engine, for any number of pages at the cost of one.
 
-logger = logging.getLogger("octavo.server")
-
-#: Seconds between two updates, at least.
+#: Least seconds between two updates.
 INTERVAL = 0.25
-#: Share of an engine core's time that making views may take; with a large KV cache there are fewer updates then.
+#: Most of an engine core's time that making views may take; with a large KV cache updates are rarer.
 COST_SHARE = 1 / 400
-#: Seconds after which an event is sent although nothing has changed, or the engine has not answered.
+#: Most seconds between two events, also if nothing has changed or the engine has not answered.
 HEARTBEAT = 2.0
-#: Streams at once: in all, and of one client (an API key, or an address where no key is needed).
+#: Most streams at once: in all, and of one client (an API key, or an address where no key is needed).
 MAX_LISTENERS = 64
 MAX_LISTENERS_PER_CLIENT = 16
-#: Events that a stream may be behind; beyond, it gets everything anew.
+#: Events that a stream may lag behind; beyond, it gets the whole state again.
 _MOST_BEHIND = 8
 
 
 class EngineEvents:
-    """Owns the only watcher of the engine: a task that asks it for views while somebody listens.
+    """Owns the only watcher of the engine: a task that asks it for views while there are listeners.
 
-    Invariant: while nobody listens there is no task, and engine cores collect nothing.
+    Invariant: without a listener there is no task, and engine cores collect nothing.
     """
 
     def __init__(self, llm: AsyncLLM, latencies: Callable[[], list[Histogram]]) -> None:
@@ -191,7 +162,7 @@ class EngineEvents:
         #: The last view and the last steps of each replica.
         self._views: dict[int, EngineView] = {}
         self._steps: dict[int, deque[StepRecord]] = {}
-        #: The last events as they are sent, and how many there were.
+        #: The last events, encoded, and the number of all events.
         self._recent: deque[bytes] = deque(maxlen=_MOST_BEHIND)
         self._number = 0
         self._last: tuple[Any, ...] = ()
@@ -200,15 +171,10 @@ class EngineEvents:
 
     @property
     def num_listeners(self) -> int:
-        """Streams that are open."""
         return self._listeners.total()
 
     async def listen(self, client: str = "") -> AsyncGenerator[bytes, None]:
-        """Server-sent events until ``close``; the first has all that is known, and so has one after a long pause.
-
-        Raises:
-            ApiError: 429, too many listen, in all or of this client.
-        """
+        """Server-sent events until ``close``; the first, and one after a long pause, has the whole state."""
         if self.num_listeners >= MAX_LISTENERS:
             raise ApiError(429, f"{MAX_LISTENERS} pages watch the engine already", code="too_many_watchers")
         if self._listeners[client] >= MAX_LISTENERS_PER_CLIENT:
@@ -221,7 +187,7 @@ class EngineEvents:
             seen = self._number
             yield _encode(self._event([*self._views.values()], whole=True))
             while not self._closing:
-                await self._newer_than(seen)
+                await self._wait_newer_than(seen)
                 if self._number - seen > len(self._recent):
                     yield _encode(self._event([*self._views.values()], whole=True))
                 else:
@@ -236,12 +202,11 @@ class EngineEvents:
                 self._watcher.cancel()
                 self._watcher = None
 
-    async def _newer_than(self, number: int) -> None:
+    async def _wait_newer_than(self, number: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._number > number or self._closing)
 
     async def close(self) -> None:
-        """Ends all streams, as the server shuts down."""
         self._closing = True
         async with self._changed:
             self._changed.notify_all()
@@ -259,7 +224,7 @@ class EngineEvents:
             except OctavoError:  # the engine has died
                 await self._publish([])
             except Exception:
-                logger.exception("the engine could not be looked at")
+                logger.exception("views of the engine could not be made")
                 await self._publish([])
             finally:
                 asked.cancel()
@@ -271,7 +236,7 @@ class EngineEvents:
                 pause.cancel()
 
     async def _beat_until(self, done: asyncio.Future[Any]) -> None:
-        """Waits for a future; whenever nothing was sent for ``HEARTBEAT`` seconds, an event without views is."""
+        """Waits for a future; sends an event without views whenever ``HEARTBEAT`` seconds pass without an event."""
         while not done.done():
             left = self._sent + HEARTBEAT - time.monotonic()
             if left <= 0:
@@ -295,10 +260,8 @@ class EngineEvents:
 
     def _event(self, views: list[EngineView], *, whole: bool) -> EngineEvent:
         if whole:
-            views = [
-                msgspec.structs.replace(view, steps=[*self._steps[view.replica]], changes=[], num_changes=0)
-                for view in views
-            ]
+            change = partial(msgspec.structs.replace, changes=[], num_changes=0)
+            views = [change(view, steps=[*self._steps[view.replica]]) for view in views]
         rows = [ReplicaRow(s.number, s.status, s.num_open, s.num_restarts) for s in self._llm.replica_states()]
         return EngineEvent(time.time(), rows, views, self._latencies(), whole)
 
@@ -308,16 +271,9 @@ def _encode(event: EngineEvent) -> bytes:
 
 
 async def engine_events(request: Request) -> EventStream:
-    """Views of the engine as they change, at most four a second.
-
-    Raises:
-        ApiError: 403, the server can be reached by others and has no keys.
-    """
+    """Views of the engine as they change, at most four a second."""
     options, events = request.app.state.service.options, request.app.state.service.events
     if not (options.is_local or request.app.state.has_keys):
-        message = (
-            f"the server listens on {options.host} without API keys: only with keys it shows its engine to others; set "
-            "api_key_file, or listen on 127.0.0.1"
-        )
+        message = "the engine is shown to others only with API keys: set api_key_file, or listen on 127.0.0.1"
         raise ApiError(403, message, code="needs_api_keys")
     return EventStream(events.listen(client_of(request)), None)

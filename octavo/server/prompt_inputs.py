@@ -1,4 +1,4 @@
-"""Tokenizes the prompts of requests; long ones in a thread."""
+"""Prompts from request bodies: tokenized texts, rendered conversations, images. Long texts are handled in threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.request import TokensPrompt
 from octavo.engine.chat_messages import names_role, template_variables
 from octavo.engine.chat_template import choose_template, render_and_read, render_in_sandbox, variables_in_sandbox
-from octavo.engine.encoder_prompts import EncoderPrompts
+from octavo.engine.input_processor import EncoderPrompts
 from octavo.engine.tokenizer import no_fill_in_middle
 from octavo.server.answer_format import read_tools
 from octavo.server.http.errors import ApiError, invalid, unsupported
@@ -41,161 +41,25 @@ if TYPE_CHECKING:
     )
     from octavo.server.state import ServerState
 
-
-# What a chat template has to read: further fields of messages and variables are not lost unsaid.
-
-#: Variables by which templates turn reasoning on and off.
-THINKING_VARIABLES = ("enable_thinking", "thinking")
-#: Variables that are hints: a model that has no reasoning cannot think more or less.
-_HINTS = frozenset({*THINKING_VARIABLES, "reasoning_effort"})
-
-
-def further_fields(messages: Sequence[ChatMessage]) -> list[tuple[int, str]]:
-    """Fields with a value that a template need not read: (index of the message, name)."""
-    return [
-        (i, name)
-        for i, message in enumerate(messages)
-        for name, value in (message.model_extra or {}).items()
-        if value not in (None, "", [], {}, False)
-    ]
-
-
-def refuse_unread(service: ServerState, index: int, name: str) -> None:
-    """Refuses a field of a message that the template does not read; with ``unknown_fields: ignore`` it is logged.
-
-    Raises:
-        ApiError: 400, naming the message and the field.
-    """
-    if service.options.unknown_fields == "ignore":
-        service.note_unknown(name)
-        return
-    message = (
-        f"messages[{index}].{name[:100]}: the field is unknown here and the model's chat template does not read it"
-    )
-    raise invalid("messages", message, "unknown_parameter")
-
-
-def check_variables(service: ServerState, known: Set[str], variables: Mapping[str, Any]) -> None:
-    """Refuses variables that are no hints and not among the ``known`` ones, which a template reads.
-
-    With ``unknown_fields: ignore`` they are logged instead.
-
-    Raises:
-        ApiError: 400, naming the first.
-    """
-    for name, value in variables.items():
-        if value in (None, []) or name in known or name in _HINTS:
-            continue
-        if service.options.unknown_fields == "ignore":
-            service.note_unknown(name)
-            continue
-        if name == "documents":
-            raise unsupported(
-                "documents", "documents is not supported by this model: its chat template has no place for them"
-            )
-        message = f"chat_template_kwargs: the chat template has no variable {name!r:.100}"
-        raise invalid("chat_template_kwargs", message, "unknown_parameter")
-
-
-def effort_variables(effort: str, known: Set[str]) -> dict[str, Any]:
-    """The variables, of those that a template reads, that stand for an effort of reasoning.
-
-    ``none`` turns reasoning off. A level is given to templates that know levels, turns reasoning on in those that can
-    only turn it on and off, and is a hint elsewhere.
-    """
-    if effort != "none" and "reasoning_effort" in known:
-        return {"reasoning_effort": effort}
-    return {name: effort != "none" for name in THINKING_VARIABLES if name in known}
-
-
-# The chat template of a request: the model's own, rendered in this process, or one that the request brings.
+logger = logging.getLogger("octavo.server")
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class RequestTemplate:
-    """The chat template that a request uses."""
-
-    request: Request
-    service: ServerState
-    text: str
-    #: Names that it reads.
-    variables: frozenset[str]
-    #: Whether it is one of the model's.
-    is_own: bool
-
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        fields: Sequence[tuple[int, str]],
-        options: Mapping[str, Any],
-        *,
-        short: bool,
-    ) -> tuple[str, list[bool]]:
-        """``render_and_read``; what is ``short`` is rendered at once by the model's own template.
-
-        Raises:
-            ApiError: the queue is full, or the client has left.
-            InvalidRequestError, TokenizerError: the template refuses the messages, or exceeds its limits.
-        """
-        options = {**self.service.llm.tokenizer.named_tokens, **options}
-        if not self.is_own:
-            sandbox, client = self.service.llm.inputs.sandbox, client_of(self.request)
-            return await queued(
-                self.service,
-                self.request,
-                lambda: render_in_sandbox(sandbox, client, self.text, messages, fields, options),
-            )
-        if short:
-            return render_and_read(self.text, messages, fields, options)
-        return await asyncio.to_thread(render_and_read, self.text, messages, fields, options)
-
-
-async def choose(service: ServerState, request: Request, body: TemplateOptions, *, has_tools: bool) -> RequestTemplate:
-    """The template that a request uses; ``has_tools``: whether the model sees any.
-
-    Raises:
-        ApiError: the request brings one, which is not allowed here; or as ``RequestTemplate.render``.
-        InvalidRequestError, TokenizerError: the model has none, or it is not valid.
-    """
-    templates = service.llm.tokenizer.chat_templates
-    text = choose_template(templates, body.chat_template, has_tools=has_tools)
-    if body.chat_template is None or body.chat_template in templates:
-        return RequestTemplate(request, service, text, template_variables(text), is_own=True)
-    if not service.options.trust_request_chat_template:
-        raise unsupported(
-            "chat_template",
-            "chat_template must be the name of one of the model's templates: this server was started without "
-            "--trust-request-chat-template",
-        )
-    sandbox, client = service.llm.inputs.sandbox, client_of(request)
-    variables = await queued(service, request, lambda: variables_in_sandbox(sandbox, client, text))
-    return RequestTemplate(request, service, text, variables, is_own=False)
-
-
-async def queued(service: ServerState, request: Request, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of work that waits its turn: it counts in the queue, and ends when its client leaves."""
-    name = object()
-    service.queue.enter({name: 0})
-    try:
-        deadline = service.deadline()
-        result: T = await with_cancellation(request.receive, work(), deadline)
-        return result
-    finally:
-        service.queue.leave(name)
-
-
-#: Up to this many characters are tokenized in well under a millisecond, and not in a thread.
+#: Variables by which templates turn reasoning on and off.
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+#: Variables that a template may ignore: they have no effect on a model without reasoning.
+_HINTS = frozenset({*THINKING_VARIABLES, "reasoning_effort"})
+#: Variables that are fields of the request, or set by the server.
+_RESERVED_VARIABLES = (
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "call_format",
+    "image_placeholder",
+)  # fmt: skip
+#: Texts of fewer characters are tokenized on the event loop, in well under a millisecond.
 _SHORT = 2000
 
 
 async def read_prompts(service: ServerState, body: CompletionRequest) -> list[TokensPrompt]:
-    """The prompts of a completion request; one that fills a gap ends with the model's tokens for this, too.
-
-    Raises:
-        ApiError: there is no prompt, there are too many, or one is too long.
-    """
+    """The prompts of a completion request. With ``suffix``, they are fill-in-the-middle prompts."""
     prompts: Any = body.prompt
     if isinstance(prompts, str | EncoderDecoderParts) or (prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
@@ -207,31 +71,25 @@ async def read_prompts(service: ServerState, body: CompletionRequest) -> list[To
         raise ApiError(400, message, param="prompt")
     special = body.add_special_tokens is not False
     if (reader := service.llm.inputs.encoder_prompts) is not None:
-        return await _encoder_prompts(service, reader, body, prompts)
+        return await _read_encoder_prompts(service, reader, body, prompts)
     if any(isinstance(prompt, EncoderDecoderParts) for prompt in prompts):
         raise unsupported("prompt", "prompts with encoder_prompt are not supported: the model has a decoder alone")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if body.suffix:
-        return await _around_a_gap(service, body, texts)
+        return await _read_fill_in_middle(service, body, texts)
     if not texts:
         return [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
     ids = await encode(service, texts, special)
     return [TokensPrompt(prompt=text, prompt_token_ids=tokens) for text, tokens in zip(texts, ids, strict=True)]
 
 
-async def _encoder_prompts(
-    service: ServerState, reader: EncoderPrompts, body: CompletionRequest, given: Sequence[Any]
+async def _read_encoder_prompts(
+    service: ServerState, reader: EncoderPrompts, body: CompletionRequest, prompts: Sequence[Any]
 ) -> list[TokensPrompt]:
-    """Prompts of an encoder-decoder model.
-
-    Raises:
-        ApiError: a text is too long, or the body has what does not go with such a model.
-        InvalidRequestError: the model cannot read a prompt.
-    """
     for name in ("suffix", "truncate_prompt_tokens"):
         if getattr(body, name):
             raise unsupported(name, f"{name} is not supported with encoder-decoder models")
-    parts = [(p.encoder_prompt, p.decoder_prompt) if isinstance(p, EncoderDecoderParts) else (p, None) for p in given]
+    parts = [(p.encoder_prompt, p.decoder_prompt) if isinstance(p, EncoderDecoderParts) else (p, None) for p in prompts]
     texts = [encoder for encoder, _ in parts if isinstance(encoder, str)]
     tokenizer = service.llm.tokenizer.source
     ids = iter(await encode(service, texts, body.add_special_tokens is not False, tokenizer=tokenizer))
@@ -244,12 +102,7 @@ async def _encoder_prompts(
     return split
 
 
-async def _around_a_gap(service: ServerState, body: CompletionRequest, texts: list[str]) -> list[TokensPrompt]:
-    """Prompts whose completions stand between each text and the suffix.
-
-    Raises:
-        ApiError: the model does not fill gaps, a text is too long, or the body has what does not go with a suffix.
-    """
+async def _read_fill_in_middle(service: ServerState, body: CompletionRequest, texts: list[str]) -> list[TokensPrompt]:
     for name in ("echo", "use_beam_search", "truncate_prompt_tokens"):
         if getattr(body, name):
             raise unsupported(name, f"{name} is not supported with suffix")
@@ -258,24 +111,20 @@ async def _around_a_gap(service: ServerState, body: CompletionRequest, texts: li
     if not texts:
         raise unsupported("suffix", "suffix is not supported with a prompt of token ids: give it as text")
     suffix, special = body.suffix or "", body.add_special_tokens is not False
-    gap, ends = service.llm.tokenizer.encode_gap, service.llm.tokenizer.fill_in_middle.ends
     if not body.ignore_eos:
-        body.stop_token_ids = [*(body.stop_token_ids or []), *ends]
+        body.stop_token_ids = [*(body.stop_token_ids or []), *service.llm.tokenizer.fill_in_middle.ends]
     for text in texts:
         _check_length(service, len(text) + len(suffix))
 
-    def make() -> list[TokensPrompt]:
-        return [TokensPrompt(prompt_token_ids=gap(text, suffix, special)) for text in texts]
+    def encode_all() -> list[TokensPrompt]:
+        encode_gap = service.llm.tokenizer.encode_gap
+        return [TokensPrompt(prompt_token_ids=encode_gap(text, suffix, special)) for text in texts]
 
-    return make() if sum(map(len, texts)) + len(texts) * len(suffix) < _SHORT else await asyncio.to_thread(make)
+    is_short = sum(map(len, texts)) + len(texts) * len(suffix) < _SHORT
+    return encode_all() if is_short else await asyncio.to_thread(encode_all)
 
 
 async def read_prediction(service: ServerState, prediction: Prediction | None) -> list[int] | None:
-    """Token ids of what an answer is likely to be.
-
-    Raises:
-        ApiError: it is too long to be served.
-    """
     if prediction is None:
         return None
     content = prediction.content
@@ -291,11 +140,7 @@ async def encode(
     param: str = "prompt",
     tokenizer: Tokenizer | None = None,
 ) -> list[list[int]]:
-    """Token ids of texts, by default of the model's tokenizer; ``param`` is the field that they are of.
-
-    Raises:
-        ApiError: a text is too long to be served.
-    """
+    """The token ids of texts; ``param`` names their field in errors, and the default tokenizer is the model's."""
     for text in texts:
         _check_length(service, len(text), param)
     tokenizer = tokenizer or service.llm.tokenizer
@@ -311,24 +156,86 @@ def _check_length(service: ServerState, length: int, param: str = "prompt") -> N
         raise invalid(param, message, "context_length_exceeded")
 
 
-def truncated(prompt: TokensPrompt, limit: int, side: str) -> TokensPrompt:
-    """A prompt of ``limit`` tokens at most, cut on its "left" or "right"."""
+def truncate_prompt(prompt: TokensPrompt, limit: int, side: str) -> TokensPrompt:
+    """The last (side "left") or first (side "right") ``limit`` tokens of a prompt."""
     ids = prompt["prompt_token_ids"]
     if len(ids) <= limit:
         return prompt
     return TokensPrompt(prompt_token_ids=ids[:limit] if side == "right" else ids[-limit:])
 
 
+# The chat template of a request.
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTemplate:
+    """The chat template of a request: one of the model's, or one that the client sent."""
+
+    request: Request
+    service: ServerState
+    text: str
+    #: The variables that the template reads.
+    variables: frozenset[str]
+    is_from_client: bool
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        fields: Sequence[tuple[int, str]],
+        options: Mapping[str, Any],
+        *,
+        is_short: bool,
+    ) -> tuple[str, list[bool]]:
+        """As ``render_and_read``: in the sandbox if the client sent the template, else in a thread unless short."""
+        options = {**self.service.llm.tokenizer.named_tokens, **options}
+        if self.is_from_client:
+            sandbox, client = self.service.llm.inputs.sandbox, client_of(self.request)
+            work = partial(render_in_sandbox, sandbox, client, self.text, messages, fields, options)
+            return await queued(self.service, self.request, work)
+        if is_short:
+            return render_and_read(self.text, messages, fields, options)
+        return await asyncio.to_thread(render_and_read, self.text, messages, fields, options)
+
+
+async def choose_request_template(
+    service: ServerState, request: Request, body: TemplateOptions, *, has_tools: bool
+) -> RequestTemplate:
+    templates = service.llm.tokenizer.chat_templates
+    text = choose_template(templates, body.chat_template, has_tools=has_tools)
+    if body.chat_template is None or body.chat_template in templates:
+        return RequestTemplate(request, service, text, template_variables(text), is_from_client=False)
+    if not service.options.trust_request_chat_template:
+        message = "chat_template must name a template of the model: the server has no --trust-request-chat-template"
+        raise unsupported("chat_template", message)
+    sandbox, client = service.llm.inputs.sandbox, client_of(request)
+    variables = await queued(service, request, lambda: variables_in_sandbox(sandbox, client, text))
+    return RequestTemplate(request, service, text, variables, is_from_client=True)
+
+
+def thinking_variables(service: ServerState, *, enabled: bool, has_tools: bool) -> dict[str, bool]:
+    """The template variables that turn reasoning on or off; none if the model's template reads none."""
+    template = choose_template(service.llm.tokenizer.chat_templates, None, has_tools=has_tools)
+    variables = template_variables(template)
+    return {name: enabled for name in THINKING_VARIABLES if name in variables}
+
+
+async def queued(service: ServerState, request: Request, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """The result of work that counts in the queue and is cancelled when its client disconnects."""
+    name = object()
+    service.queue.enter({name: 0})
+    try:
+        deadline = service.deadline()
+        result: T = await with_cancellation(request.receive, work(), deadline)
+        return result
+    finally:
+        service.queue.leave(name)
+
+
 async def write_conversation(
     service: ServerState, request: Request, messages: Sequence[ChatMessage], body: TemplateOptions
 ) -> str:
-    """The text of a conversation, with the tools and the template that the body names.
-
-    Raises:
-        ApiError, InvalidRequestError, TokenizerError: as ``read_tools``, ``choose`` and ``render_chat``.
-    """
     tools = read_tools(body.tools, leave_out=service.leave_out_tool).shown
-    template = await choose(service, request, body, has_tools=tools is not None)
+    template = await choose_request_template(service, request, body, has_tools=tools is not None)
     return await render_chat(service, template, messages, body, tools)
 
 
@@ -340,54 +247,51 @@ async def render_chat(
     tools: list[dict[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """The text of a conversation, as its template writes it and the body asks for.
-
-    ``tools``: those that the model sees. ``variables`` of the template come beside those of the body.
-
-    Raises:
-        ApiError: the body asks for what contradicts itself, or as ``RequestTemplate.render``.
-        InvalidRequestError: the template refuses the messages.
-    """
+    """Renders a conversation (``apply_chat_template`` of transformers); ``tools`` replace those of the body."""
     options = {**_template_options(service, template, body, tools), **variables}
     if not messages:
         raise InvalidRequestError("messages must not be empty")
-    plain = [_as_dict(message, template.text) for message in messages]
+    plain = [_message_for_template(message, template.text) for message in messages]
     length = sum(len(str(message.get("content"))) + len(str(message.get("tool_calls", ""))) for message in plain)
     length += 0 if tools is None else len(str(tools))
     _check_length(service, length, "messages")
-    fields = further_fields(messages)
-    text, read = await template.render(plain, fields, options, short=length + 100 * len(plain) < _SHORT)
-    for (index, name), is_read in zip(fields, read, strict=True):
-        if not is_read:
-            refuse_unread(service, index, name)
+    # Fields that are no part of the API are for the template: it must read each that has a value.
+    extra_fields = [
+        (i, name)
+        for i, message in enumerate(messages)
+        for name, value in (message.model_extra or {}).items()
+        if value not in (None, "", [], {}, False)
+    ]
+    is_short = length + 100 * len(plain) < _SHORT
+    text, read = await template.render(plain, extra_fields, options, is_short=is_short)
+    for (index, name), is_read in zip(extra_fields, read, strict=True):
+        if is_read:
+            continue
+        if service.options.unknown_fields == "ignore":
+            service.note_unknown(name)
+            continue
+        field = f"messages[{index}].{name[:100]}"
+        message = f"{field}: the field is unknown here and the model's chat template does not read it"
+        raise invalid("messages", message, "unknown_parameter")
     return text
 
 
 def _template_options(
     service: ServerState, template: RequestTemplate, body: TemplateOptions, tools: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """Keywords of ``octavo.engine.chat_template.render_chat``."""
     continues = body.continue_final_message is True
     opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and opens:
         raise invalid("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
     variables = dict(body.chat_template_kwargs or {})
-    for name in (
-        "messages",
-        "tools",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "call_format",
-        "image_placeholder",
-    ):
+    for name in _RESERVED_VARIABLES:
         if name in variables:
             message = f"chat_template_kwargs must not hold {name}, which is a field of the request"
             raise invalid("chat_template_kwargs", message)
     if body.documents is not None:
         variables["documents"] = body.documents
     if variables:
-        check_variables(service, template.variables, variables)
+        _check_variables(service, template.variables, variables)
     if body.thinks is not None:
         for name in THINKING_VARIABLES:
             if isinstance(variables.get(name), bool) and variables[name] != body.thinks:
@@ -395,7 +299,13 @@ def _template_options(
                 raise invalid("chat_template_kwargs", message)
         variables |= {name: body.thinks for name in THINKING_VARIABLES if name in template.variables}
     if body.reasoning_effort is not None:
-        variables = {**effort_variables(body.reasoning_effort, template.variables), **variables}
+        # Templates without levels can turn reasoning on and off, or ignore the effort.
+        if body.reasoning_effort != "none" and "reasoning_effort" in template.variables:
+            effort: dict[str, Any] = {"reasoning_effort": body.reasoning_effort}
+        else:
+            switches = [name for name in THINKING_VARIABLES if name in template.variables]
+            effort = dict.fromkeys(switches, body.reasoning_effort != "none")
+        variables = {**effort, **variables}
     return {
         "add_generation_prompt": opens,
         "continue_final_message": continues,
@@ -405,9 +315,23 @@ def _template_options(
     }
 
 
-def _as_dict(message: ChatMessage, template: str) -> dict[str, Any]:
-    """A message as the template gets it: with each field that was sent, null included."""
-    # model_dump fails on deeply nested values.
+def _check_variables(service: ServerState, template_variables: Set[str], variables: Mapping[str, Any]) -> None:
+    """Refuses a variable that the template does not read; with ``unknown_fields: ignore`` it is logged."""
+    for name, value in variables.items():
+        if value in (None, []) or name in template_variables or name in _HINTS:
+            continue
+        if service.options.unknown_fields == "ignore":
+            service.note_unknown(name)
+            continue
+        if name == "documents":
+            raise unsupported(name, "documents is not supported: the model's chat template has no place for them")
+        message = f"chat_template_kwargs: the chat template has no variable {name!r:.100}"
+        raise invalid("chat_template_kwargs", message, "unknown_parameter")
+
+
+def _message_for_template(message: ChatMessage, template: str) -> dict[str, Any]:
+    """A message as a dict with the fields that were sent, null included."""
+    # Not model_dump, which fails on deeply nested values.
     sent = message.model_fields_set
     fields = {**message.__dict__, **(message.model_extra or {})}
     plain = {name: value for name, value in fields.items() if name in sent}
@@ -416,7 +340,11 @@ def _as_dict(message: ChatMessage, template: str) -> dict[str, Any]:
             {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
             for part in message.content
         ]
-    thought = message.reasoning_content or message.reasoning or _detailed(message.reasoning_details)
+    thought = message.reasoning_content or message.reasoning
+    if not thought:  # parts without a text are encrypted, or summaries of others
+        details = message.reasoning_details if isinstance(message.reasoning_details, list) else []
+        texts = [part.get("text") for part in details if isinstance(part, dict)]
+        thought = "".join(text for text in texts if isinstance(text, str))
     if isinstance(thought, str) and message.role == "assistant":  # templates read it by either name
         plain["reasoning_content"] = plain["reasoning"] = thought
     if message.tool_calls:
@@ -427,7 +355,7 @@ def _as_dict(message: ChatMessage, template: str) -> dict[str, Any]:
 
 
 def _function_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of a tool that takes a text as one of the function that stands for it; others as they are."""
+    """A custom tool call as a call of the function that stands for the tool; others as they are."""
     custom = call.get("custom")
     if call.get("type") != "custom" or not isinstance(custom, dict):
         return call
@@ -436,22 +364,8 @@ def _function_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
 
 
-def _detailed(details: object) -> str:
-    """The texts of ``reasoning_details``; other parts are encrypted, or summaries of these."""
-    texts = [part.get("text") for part in details if isinstance(part, dict)] if isinstance(details, list) else []
-    return "".join(text for text in texts if isinstance(text, str))
-
-
-# The tokens of a rendered conversation, with those of its images.
-
-
 async def chat_tokens(service: ServerState, request: Request, body: ChatCompletionRequest, text: str) -> TokensPrompt:
-    """The prompt of a conversation whose template has written ``text``.
-
-    Raises:
-        ApiError: an image cannot be read, the text is too long, the queue is full, or the client has left.
-        InvalidRequestError: the template has not written each image once.
-    """
+    """The prompt of a conversation that was rendered as ``text``, with its images."""
     # The chat template adds the special tokens itself.
     [token_ids] = await encode(service, [text], add_special_tokens=body.add_special_tokens is True)
     prompts, parts = service.llm.inputs.image_prompts, service.images.check(body.messages)
@@ -462,39 +376,32 @@ async def chat_tokens(service: ServerState, request: Request, body: ChatCompleti
     images = []
     if parts:
         images = await queued(service, request, lambda: service.images.read(parts, client_of(request)))
-    # Without images, too: the text may have a placeholder.
+    # Without images too: the text may contain a placeholder.
     token_ids, features = await asyncio.to_thread(prompts.expand, token_ids, images)
     return TokensPrompt(prompt=text, prompt_token_ids=token_ids, multi_modal_data={"image": features})
 
 
-# Images of conversations: decoded or fetched, and processed, beside the event loop and within limits.
-
-logger = logging.getLogger("octavo.server")
+# Images of conversations.
 
 
 class ImageInputs:
-    """What one server does with images; what it needs is imported with the first."""
+    """Reads the images of conversations in threads, within limits. Its imports come with the first image."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         self._llm, self._options = llm, options
 
     @property
     def placeholder(self) -> str | None:
-        """What stands for an image in a prompt; None: the model sees none."""
+        """The text that stands for an image in a prompt; None: the model reads no images."""
         prompts = self._llm.inputs.image_prompts
         return None if prompts is None else prompts.processor.placeholder
 
     @property
     def are_seen(self) -> bool:
-        """Whether the model sees images."""
         return self._llm.inputs.image_prompts is not None
 
     def check(self, messages: Sequence[ChatMessage]) -> list[ImagePart]:
-        """The images of a conversation, in their order.
-
-        Raises:
-            ApiError: 400, there are more than may be.
-        """
+        """The images of a conversation; raises if there are too many."""
         contents = [message.content for message in messages if isinstance(message.content, list)]
         parts = [part for content in contents for part in content if isinstance(part, ImagePart)]
         most = (self._llm.config.limit_mm_per_prompt or {}).get("image")
@@ -504,12 +411,7 @@ class ImageInputs:
         return parts
 
     async def read(self, parts: Sequence[ImagePart], client: str) -> list[ProcessedImage]:
-        """What the model makes of images; one that comes twice is read once.
-
-        Raises:
-            ApiError: 400, one is not there, not allowed, or no image, or this server cannot read images.
-            ClientLimitError: the client has taken its seconds in the sandbox.
-        """
+        """Fetches or decodes images and runs the model's image processor on them. A URL that repeats is read once."""
         tasks: dict[str, asyncio.Task[ProcessedImage]] = {}
         for number, part in enumerate(parts, start=1):
             name = "the image" if len(parts) == 1 else f"image {number}"
@@ -520,10 +422,10 @@ class ImageInputs:
             return [tasks[part.url].result() for part in parts]
         except InvalidRequestError as e:
             raise invalid("messages", str(e), "invalid_image") from None
-        except ConfigError as e:  # its text names folders of this machine
+        except ConfigError as e:  # its message names folders of this machine
             logger.error("%s", e)
             message = "this server reads no images: the extra octavo[images] is not installed"
-            # Not a 501, which would say it better: clients try again what has a status from 500 on.
+            # Not 501: clients retry statuses from 500 on.
             raise invalid("messages", message, "images_not_installed") from None
         finally:
             for task in tasks.values():

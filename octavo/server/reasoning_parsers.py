@@ -1,4 +1,4 @@
-"""Parsers of what models think before they answer, and how the one of a model is found."""
+"""Parsers that split the text of a choice into reasoning and answer, by the model's marks."""
 
 from __future__ import annotations
 
@@ -9,53 +9,46 @@ from octavo.core.model_config import ReasoningMarks
 from octavo.core.plugins import load_class
 from octavo.engine.chat_template import REASONING_MARKS, find_reasoning_marks
 
-# Splits the text of a choice into reasoning and answer.
-
 
 class Thinking(enum.Enum):
-    """Where an answer begins."""
+    """The position in a text relative to its reasoning."""
 
-    #: Before reasoning that its start may open.
+    #: A start mark may follow.
     BEFORE = enum.auto()
     INSIDE = enum.auto()
-    #: After the reasoning: there is none, or it has ended.
+    #: The reasoning has ended, or there is none.
     AFTER = enum.auto()
 
 
 class ReasoningParser:
-    """The reasoning at the beginning of one choice's text: a new one is a class with its ``start`` and ``end``.
+    """Separates the reasoning at the beginning of one choice's text. A subclass sets ``start`` and ``end``.
 
-    Spaces and line breaks around the reasoning belong to neither part. Reasoning that does not end is all there is; a
-    call of a tool ends it too.
+    Whitespace around the reasoning is dropped. Reasoning without an end lasts to the end of the text or to a tool call.
     """
 
     start: ClassVar[str]
     end: ClassVar[str]
-    #: Whether the model begins with reasoning although neither it nor its template writes the start.
+    #: The answer begins with reasoning although neither the model nor its template writes the start mark.
     begins_inside: ClassVar[bool] = False
-    #: Texts that end reasoning which was not closed before them, and are the beginning of the answer.
+    #: Texts that end unclosed reasoning and begin the answer.
     interrupts: tuple[str, ...] = ()
 
     def __init__(self, state: Thinking) -> None:
         self.state = state
-        #: Whether there is any reasoning.
-        self.found = state is Thinking.INSIDE
-        #: Text that may be part of a mark, or spaces at the edge of a part.
+        self.has_reasoning = state is Thinking.INSIDE
+        #: Text that may be part of a mark, or whitespace at an edge.
         self._held = ""
-        #: Whether spaces at the beginning of the part are left out.
+        #: Leading whitespace is dropped.
         self._strips = state is Thinking.INSIDE
 
     @classmethod
     def marks(cls, inside: bool | None = None, interrupts: tuple[str, ...] = ()) -> ReasoningMarks:
-        """The marks, of an answer that begins within reasoning or not; None: as the end of its prompt says.
-
-        ``interrupts``: texts that end the reasoning of this answer without its mark.
-        """
+        """The marks for the engine. ``inside``: the answer begins within reasoning (None: the prompt decides)."""
         return ReasoningMarks(cls.start, cls.end, cls.begins_inside, inside, interrupts)
 
     @classmethod
     def state_after(cls, prompt: str, *, continues: bool = False) -> Thinking:
-        """Where the answer to a prompt begins; ``continues``: the prompt ends within an answer."""
+        """The state after a prompt; ``continues``: the prompt ends within an answer."""
         prompt = prompt.rstrip()
         if prompt.endswith(cls.end):
             return Thinking.AFTER
@@ -66,7 +59,7 @@ class ReasoningParser:
         return Thinking.INSIDE if cls.begins_inside else Thinking.BEFORE
 
     def feed(self, text: str, finished: bool) -> tuple[str, str]:
-        """Reasoning and answer in further text; ``finished``: nothing follows."""
+        """The reasoning and the answer in further text; ``finished``: nothing follows."""
         if self.state is Thinking.AFTER and not self._strips:
             return "", text
         text = self._held + text
@@ -82,10 +75,10 @@ class ReasoningParser:
         return thought, text
 
     def _open(self, text: str, finished: bool) -> str:
-        """The text after the start, if that is there."""
+        """Passes the start mark, if there is one; returns the text after it."""
         ahead = text.lstrip()
         if ahead.startswith(self.start):
-            self.state, self.found, self._strips = Thinking.INSIDE, True, True
+            self.state, self.has_reasoning, self._strips = Thinking.INSIDE, True, True
             return ahead[len(self.start) :]
         if self.start.startswith(ahead) and not finished:
             self._held = text
@@ -94,7 +87,6 @@ class ReasoningParser:
         return text
 
     def _think(self, text: str, finished: bool) -> tuple[str, str]:
-        """Reasoning, and what follows it."""
         ends = (self.end, *self.interrupts)
         at, end = min(((i, end) for end in ends if (i := text.find(end)) >= 0), default=(-1, ""))
         if at >= 0:
@@ -113,7 +105,7 @@ class ReasoningParser:
 
 
 def _overlap(text: str, end: str) -> int:
-    """Characters at the end of a text that may be the beginning of ``end``."""
+    """The number of characters at the end of a text that may begin ``end``."""
     return next((n for n in range(min(len(text), len(end) - 1), 0, -1) if text.endswith(end[:n])), 0)
 
 
@@ -123,23 +115,18 @@ def _parser(name: str, marks: ReasoningMarks) -> type[ReasoningParser]:
     return type(name, (ReasoningParser,), {"__doc__": f"{marks.start} ... {marks.end}", **fields})
 
 
-#: By the name that ``--reasoning-parser`` gives.
+#: Names of ``--reasoning-parser``.
 REASONING_PARSERS = {name: _parser(name, marks) for name, marks in REASONING_MARKS.items()}
-#: Names that vLLM has for them, of models with the same marks.
+#: vLLM's names, for models with the same marks.
 _OTHER_NAMES = {"deepseek_v3": "qwen3", "glm45": "qwen3", "gemma4": "gemma"}
 
 
 def load_reasoning_parser(name: str) -> type[ReasoningParser]:
-    """The parser of this name, or the class that ``module:Class`` names.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The parser of a name or of ``module:Class``; raises ``ConfigError``."""
     base = "octavo.server.reasoning_parsers.ReasoningParser"
     return load_class(_OTHER_NAMES.get(name, name), REASONING_PARSERS, ReasoningParser, "reasoning_parser", base)
 
 
 def find_reasoning_parser(template: str) -> type[ReasoningParser] | None:
-    """The parser for the marks that a chat template speaks of, if they are known."""
     name = find_reasoning_marks(template)
     return None if name is None else REASONING_PARSERS[name]

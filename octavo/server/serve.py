@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
 
-    from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.core_start import CoreProcess
     from octavo.server.logging import LineWriter, Tracer
     from octavo.server.metrics import Metrics
@@ -38,16 +37,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo.server")
 
-#: Exit codes: after the engine has died (EX_SOFTWARE of sysexits.h; a supervisor should start the server again), and
-#: after Ctrl-C during shutdown.
+#: Exit code after the engine's death (EX_SOFTWARE of sysexits.h): a supervisor should start the server again.
 EXIT_ENGINE_DIED = 70
+#: Exit code after Ctrl-C during the start or the shutdown.
 EXIT_INTERRUPTED = 130
 
-#: Seconds for which a server whose engine has died still answers, with errors.
+#: Seconds for which a server answers, with errors, after its engine's death.
 DEATH_GRACE = 2.0
-#: Seconds for sending the last bytes after all requests have ended.
+#: Seconds for sending the last bytes of responses.
 FLUSH = 5.0
-#: Seconds after which a thread that works beside the event loop gives it a turn; Python's own 5 ms add up to a pause.
+#: Seconds until a busy thread gives the event loop a turn; Python's default of 5 ms adds up to a pause.
 SWITCH_INTERVAL = 0.001
 #: Connections waiting to be accepted.
 BACKLOG = 2048
@@ -58,41 +57,33 @@ def serve(
 ) -> int:
     """Serves until a signal or the death of the engine; returns the exit code.
 
-    ``process``: the core's, if it was started ahead. ``profiles``: logs where the time of the start went.
-
-    Raises:
-        OctavoError: an option is wrong, the address is taken, or the model cannot be loaded.
+    ``process`` is the core's, if it was started ahead; ``profiles`` logs how long each phase of the start took.
     """
     from octavo.engine.core_start import CoreProcess
-    from octavo.server.logging import Tracer
+    from octavo.server.logging import Tracer, start_logging
 
     options.check_engine(config)
     keys = read_api_keys(options, os.environ)
-    # What is started from here on does not need them.
+    # The processes started from here on do not need them.
     for name in SECRET_VARIABLES:
         os.environ.pop(name, None)
     endpoint = options.otlp_traces_endpoint
     tracer = Tracer(options.model_names(config.model)[0], endpoint) if endpoint else None
-    _allow_many_connections()
+    with contextlib.suppress(OSError, ValueError):  # each connection is an open file, of which often 1024 are allowed
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     sys.setswitchinterval(SWITCH_INTERVAL)
-    open_to_all = not keys and not options.is_local
     with listening_socket(options) as sock:
         process = process or CoreProcess()
         try:
-            from octavo.server.logging import start_logging
-
             check_plug_ins(options)
             writer = start_logging(options.log_format, options.log_level, options.log_file)
         except BaseException:
             process.kill()
             raise
-        if open_to_all:
-            logger.warning(
-                "listening on %s without API keys: whoever reaches this address may use the server; "
-                "set api_key_file or %s, or listen on 127.0.0.1",
-                options.host,
-                API_KEYS_VARIABLE,
-            )
+        if not keys and not options.is_local:
+            advice = f"set api_key_file or {API_KEYS_VARIABLE}, or listen on 127.0.0.1"
+            logger.warning("listening on %s without API keys: anyone may use the server; %s", options.host, advice)
         try:
             return asyncio.run(_serve(config, options, keys, sock, process, writer, tracer, profiles=profiles))
         except KeyboardInterrupt:  # before the signal handlers were installed
@@ -102,12 +93,7 @@ def serve(
 
 
 def check_plug_ins(options: ServerOptions) -> None:
-    """Finds the classes and adapters that the options name, so that a wrong one is refused before a model is loaded.
-
-    Raises:
-        ConfigError: there is no such resolver or parser.
-        AdapterError: there is no adapter at a path.
-    """
+    """Checks the classes and adapters that the options name, before a model is loaded."""
     from octavo.engine.adapters import check_paths, make_resolver
     from octavo.server.answer_format import ChatFormats
 
@@ -116,20 +102,9 @@ def check_plug_ins(options: ServerOptions) -> None:
     ChatFormats(options.tool_call_parser, options.reasoning_parser)
 
 
-def _allow_many_connections() -> None:
-    """Raises the limit on open files, often 1024: each connection counts as one."""
-    with contextlib.suppress(OSError, ValueError):
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 @contextlib.contextmanager
 def listening_socket(options: ServerOptions) -> Iterator[socket.socket]:
-    """A socket that listens at the address, so that a wrong or taken one fails before a model is loaded.
-
-    Raises:
-        ConfigError: the address cannot be bound, or the TLS files are invalid.
-    """
+    """A socket that listens at the address, opened before a model is loaded."""
     if options.tls_cert is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.tls_cert, options.tls_key)
@@ -139,16 +114,15 @@ def listening_socket(options: ServerOptions) -> Iterator[socket.socket]:
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Inherited by accepted connections: closes those whose client acknowledges nothing for so long (RFC 5482).
+            # Accepted connections inherit it: one whose client acknowledges nothing for this time closes (RFC 5482).
             milliseconds = int(options.stall_timeout * 1000)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        # Inherited too: an event is sent at once. Otherwise the second one waits until the client acknowledges the
+        # Inherited too, and sends an event at once: otherwise the second one waits until the client acknowledges the
         # first, up to 40 ms. asyncio sets it only for sockets that were made with a protocol number.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             sock.bind((options.host, options.port))
-            # Two sockets may be bound to one address, but only one listens: the other server is found before a model
-            # is loaded.
+            # Two sockets may be bound to one address, but only one listens: this finds another server.
             sock.listen(BACKLOG)
         except (OSError, OverflowError) as e:
             reason = getattr(e, "strerror", None) or e
@@ -168,7 +142,6 @@ async def _serve(
     profiles: bool,
 ) -> int:
     from octavo.engine.async_llm import AsyncLLM
-    from octavo.server.http.errors import make_deferred
 
     names = options.model_names(config.model)
     async with answers_while_loading(sock, options):
@@ -181,7 +154,17 @@ async def _serve(
             raise
         try:
             with phase("service"):
-                service = await _make_service(llm, options, metrics, names, tracer)
+                from octavo.engine.front_end import StatusLine
+                from octavo.server.app import make_deferred
+                from octavo.server.state import make_service
+
+                service = make_service(llm, options, metrics, names, tracer)
+                await service.load_modules()
+                for replica, stats in enumerate(await llm.replica_stats()):
+                    metrics.on_state(stats, replica)
+                llm.stat_loggers.append(metrics)
+                if llm.config.log_stats_interval is None:
+                    llm.stat_loggers.append(StatusLine())
                 app.state.service = service
                 if "generate" not in service.tasks:
                     make_deferred(app)
@@ -204,9 +187,16 @@ async def _serve(
 def _make_routes(
     options: ServerOptions, names: list[str], keys: list[str], writer: LineWriter
 ) -> tuple[FastAPI, Metrics]:
-    """The application, made while the engine loads, as are the imports of what serves it."""
+    """Imports the HTTP server and makes the application, while the engine loads."""
     with phase("imports of the HTTP server"):
-        _import_fastapi()
+        from pydantic import BaseModel
+
+        # FastAPI's models of the OpenAPI description take half of its time; models inherit this setting.
+        BaseModel.model_config["defer_build"] = True
+        try:
+            importlib.import_module("fastapi")
+        finally:
+            del BaseModel.model_config["defer_build"]
         for name in ("octavo.server.app", "uvicorn.lifespan.off", "octavo.server.http.connection"):
             importlib.import_module(name)
     from octavo.server.app import make_routes
@@ -216,36 +206,8 @@ def _make_routes(
     with phase("routes"):
         metrics = Metrics(names[0], lambda: writer.dropped)
         app = make_routes(options, metrics, keys)
-        ChatCompletionRequest.model_rebuild()  # most likely what the first request is
+        ChatCompletionRequest.model_rebuild()  # the first request is most likely one
         return app, metrics
-
-
-def _import_fastapi() -> None:
-    """Imports FastAPI; its models of the OpenAPI page, half of its time, are built when somebody asks for the page."""
-    from pydantic import BaseModel
-
-    BaseModel.model_config["defer_build"] = True  # models inherit it
-    try:
-        importlib.import_module("fastapi")
-    finally:
-        del BaseModel.model_config["defer_build"]
-
-
-async def _make_service(
-    llm: AsyncLLM, options: ServerOptions, metrics: Metrics, names: list[str], tracer: Tracer | None
-) -> ServerState:
-    """The service of an engine that is ready, with what the options load at the start."""
-    from octavo.engine.front_end import StatusLine
-    from octavo.server.state import make_service
-
-    service = make_service(llm, options, metrics, names, tracer)
-    await service.load_modules()
-    for replica, stats in enumerate(await llm.replica_stats()):
-        metrics.on_state(stats, replica)
-    llm.stat_loggers.append(metrics)
-    if llm.config.log_stats_interval is None:
-        llm.stat_loggers.append(StatusLine())
-    return service
 
 
 def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.Server:
@@ -254,8 +216,7 @@ def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.
     from octavo.server.http.connection import Acceptor, HttpProtocol, connection_limits
 
     class Server(uvicorn.Server):
-        """uvicorn's server with an acceptor of our own, and without its signal handling, which ends by the signal and
-        not with an exit code."""
+        """uvicorn's server with an ``Acceptor``, and without its signal handlers, which exit by the signal."""
 
         acceptor: Acceptor | None = None
 
@@ -278,7 +239,9 @@ def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.
                 handshake_timeout=options.header_timeout,
             )
             self.acceptor.start()
-            logger.info("serving %s on %s", ", ".join(names), _url(sock, options))
+            host, port = sock.getsockname()[:2]
+            scheme, host = "https" if options.tls_cert else "http", f"[{host}]" if ":" in host else host
+            logger.info("serving %s on %s://%s:%s", ", ".join(names), scheme, host, port)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             if self.acceptor is not None:
@@ -303,11 +266,6 @@ def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.
     )
 
 
-def _url(sock: socket.socket, options: ServerOptions) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"{'https' if options.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 class _ServerLifecycle:
     """Serves until a signal (graceful shutdown, at once on a second Ctrl-C) or the death of the engine."""
 
@@ -315,8 +273,7 @@ class _ServerLifecycle:
         self._service = service
         self._server = server
         self._stop = asyncio.Event()
-        #: Refuses, waits and ends the engine, once it is told to.
-        self._ends: asyncio.Future[None] | None = None
+        self._shutdown: asyncio.Future[None] | None = None
         self._code = 0
 
     async def run(self, sock: socket.socket) -> int:
@@ -324,16 +281,13 @@ class _ServerLifecycle:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        ends = self._ends = asyncio.ensure_future(self._shut_down_on_signal())
-        watchers = [
-            ends,
-            asyncio.ensure_future(self._stop_after_engine_death()),
-            asyncio.ensure_future(self._collect_when_idle()),
-        ]
+        shutdown = self._shutdown = asyncio.ensure_future(self._shut_down_on_signal())
+        others = (self._stop_after_engine_death(), self._collect_when_idle())
+        watchers = [shutdown, *map(asyncio.ensure_future, others)]
         try:
             await self._server.serve(sockets=[sock])
             if self._stop.is_set() and not self._server.force_exit:
-                await asyncio.wait({ends})  # responses of the background have no connection that is waited for
+                await asyncio.wait({shutdown})  # background responses have no connection that uvicorn waits for
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -345,12 +299,12 @@ class _ServerLifecycle:
         if self._stop.is_set() and number == signal.SIGINT:
             self._code = EXIT_INTERRUPTED
             self._server.force_exit = True
-            if self._ends is not None:
-                self._ends.cancel()
+            if self._shutdown is not None:
+                self._shutdown.cancel()
         self._stop.set()
 
     async def _shut_down_on_signal(self) -> None:
-        """Refuses new requests, gives open ones the shutdown timeout, and ends the engine."""
+        """Refuses new requests, gives open ones ``shutdown_timeout``, and ends the engine."""
         await self._stop.wait()
         service = self._service
         service.closing = True
@@ -361,14 +315,13 @@ class _ServerLifecycle:
 
     async def _collect_when_idle(self) -> None:
         collector = IdleCollector()
-        await asyncio.to_thread(return_freed_memory)  # of what the start has freed: some 15 MB
+        await asyncio.to_thread(return_freed_memory)  # some 15 MB, freed by the start
         while True:
             await asyncio.sleep(IDLE_INTERVAL)
             if not self._service.llm.num_open:
                 collector.collect()
 
     async def _stop_after_engine_death(self) -> None:
-        """Stops serving when the engine has died; open requests have failed by then."""
         await self._service.llm.died.wait()
         self._code = EXIT_ENGINE_DIED
         await asyncio.sleep(DEATH_GRACE)

@@ -1,4 +1,4 @@
-"""Routes about the server itself: its models, health, version, metrics and cache."""
+"""Routes about the server itself: models, health, version, metrics, cache, replicas, adapters, tokenizer."""
 
 from __future__ import annotations
 
@@ -26,33 +26,31 @@ from octavo.server.openai.protocol import ChatMessage, TemplateOptions
 from octavo.server.prompt_inputs import encode, write_conversation
 from octavo.server.state import ServedModel, ServerState, operator_state, state_of
 
-# Bodies of the routes beside those for text: models, adapters, tokens, the state of the server, errors.
+logger = logging.getLogger("octavo.server")
+
+# Bodies of requests and responses.
 
 
 class TokenizeRequest(TemplateOptions):
-    """Body of ``/tokenize``: a prompt or messages; or in llama.cpp's form a content."""
+    """Body of ``/tokenize``: a prompt or messages; or a content, as in llama.cpp."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
     prompt: str | None = Field(None, description="A text.")
-    messages: list[ChatMessage] | None = Field(None, description="A conversation, put into words by the template.")
-    add_special_tokens: bool | None = Field(None, description="The model's own tokens around a text (default true).")
-    content: str | None = Field(None, description="llama.cpp's form: a text; the answer has its tokens only.")
-    add_special: bool | None = Field(None, description="With content: the model's own tokens around it.")
+    messages: list[ChatMessage] | None = Field(None, description="A conversation, which the chat template renders.")
+    add_special_tokens: bool | None = Field(None, description="Add special tokens to a text (default true).")
+    content: str | None = Field(None, description="A text, as in llama.cpp; the response has its tokens only.")
+    add_special: bool | None = Field(None, description="With content: add special tokens (default false).")
     parse_special: Any = hint("special tokens in a text are always read as such")
     with_pieces: bool | None = Field(None, description="With content: each token with its text.")
     return_token_strs: bool | None = Field(None, description="Send the tokens as the vocabulary writes them, too.")
 
 
 class DetokenizeRequest(RequestModel):
-    """Body of ``/detokenize``."""
-
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
     tokens: list[Int] = Field(description="Token ids.")
 
 
 class Index(ResponseModel):
-    """A response of ``/``."""
-
     name: Literal["Octavo"]
     version: str
     models: list[str]
@@ -60,61 +58,50 @@ class Index(ResponseModel):
 
 
 class Model(ResponseModel):
-    """A served model."""
-
     id: str
     created: int
     object: Literal["model"]
     owned_by: str
     max_model_len: int = Field(description="Longest prompt and output together, in tokens.")
-    root: str = Field(description="The model's first name; of an adapter its path in lora_folder, or its last part.")
-    parent: str | None = Field(description="Of an adapter: the model that it belongs to.")
+    root: str = Field(description="The model's first name; of an adapter, its path in lora_folder, or its last part.")
+    parent: str | None = Field(description="Of an adapter: its base model.")
     tasks: list[str] = Field(
-        description="What it can do: generate, embed (vectors), token_embed (of each token), classify, token_classify, "
-        "score (pairs of texts), transcribe (recordings)."
+        description="generate, embed, token_embed, classify, token_classify, score (pairs of texts), transcribe."
     )
-    input_modalities: list[str] = Field(description="What it reads: text, and image where it sees them; or audio.")
-    dimensions: int | None = Field(None, description="Numbers of a vector, of models that embed.")
+    input_modalities: list[str] = Field(description="text, also image; or audio.")
+    dimensions: int | None = Field(None, description="Dimensions of the vectors, of models that embed.")
     default_sampling_params: dict[str, int | float] | None = Field(
-        None,
-        description="What a request that leaves sampling parameters out is sampled with, of models that generate: the "
-        "model's own defaults, else those of the API.",
+        None, description="Sampling parameters of requests that leave them out, of models that generate."
     )
 
 
 class ModelList(ResponseModel):
-    """All names of the model."""
-
     object: Literal["list"]
     data: list[Model]
 
 
 class TokenPiece(ResponseModel):
-    """A token and its text; its bytes, if they are no text alone."""
+    """A token and its text; or its bytes, if they are no valid UTF-8."""
 
     id: int
     piece: str | list[int]
 
 
 class TokenizedContent(ResponseModel):
-    """A response of ``/tokenize`` in llama.cpp's form."""
+    """A response of ``/tokenize`` to a content."""
 
     tokens: list[int] | list[TokenPiece]
 
 
 class Tokenized(ResponseModel):
-    """A response of ``/tokenize``."""
-
     tokens: list[int]
     count: int
     max_model_len: int
-    prompt: str | None = Field(None, description="The text that was tokenized, if it came of messages.")
+    prompt: str | None = Field(None, description="The rendered chat template, if the request has messages.")
     token_strs: list[str] | None = Field(None, description="The tokens as the vocabulary writes them, if asked for.")
 
 
 class TokenizerInfo(ResponseModel):
-    """A response of ``/tokenizer_info``."""
-
     tokenizer_class: str
     vocab_size: int
     model_max_length: int
@@ -125,45 +112,34 @@ class TokenizerInfo(ResponseModel):
 
 
 class Detokenized(ResponseModel):
-    """A response of ``/detokenize``, in vLLM's and in llama.cpp's words."""
+    """A text under vLLM's and llama.cpp's names."""
 
     prompt: str
     content: str
 
 
 class Version(ResponseModel):
-    """A response of ``/version``."""
-
     version: str
 
 
 class Sleeping(ResponseModel):
-    """A response of ``/sleep``, ``/wake_up`` and ``/is_sleeping``."""
-
     is_sleeping: bool
 
 
 class ReplicaStatus(ResponseModel):
-    """A replica of the engine, in a response of the routes below ``/admin``."""
-
     replica: int
     #: drained: its engine core lives and gets no requests; dead: it is not started again.
     status: Literal["starting", "ready", "drained", "dead"]
     open_requests: int
-    #: Times that its engine core was started in the place of one that had ended.
     restarts: int
 
 
 class Replicas(ResponseModel):
-    """A response of ``/admin/replicas``, ``/admin/drain``, ``/admin/undrain`` and ``/admin/restart``."""
-
     replicas: list[ReplicaStatus]
 
 
 class LoadAdapterRequest(RequestModel):
-    """Body of ``/v1/load_lora_adapter``."""
-
-    lora_name: Name = Field(description="What requests will call it, as their model.")
+    lora_name: Name = Field(description="The adapter's name, as the model of requests.")
     lora_path: Annotated[str, Field(max_length=4096)] = Field(
         description="Its folder or GGUF file, within the server's lora_folder; relative to that, or absolute."
     )
@@ -172,31 +148,23 @@ class LoadAdapterRequest(RequestModel):
 
 
 class UnloadAdapterRequest(RequestModel):
-    """Body of ``/v1/unload_lora_adapter``."""
-
-    lora_name: Name = Field(description="Its name.")
+    lora_name: Name = Field(description="The adapter's name.")
     lora_int_id: Int | None = Field(None, description="Accepted, without effect.")
     wait: bool | None = Field(
-        None, description="Refuse new requests and wait until its running ones have ended; else they are refused for."
+        None, description="Wait for its running requests; else refuse to unload while it has any."
     )
 
 
 class AdapterStatus(ResponseModel):
-    """A response of ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``."""
-
     lora_name: str
     status: Literal["loaded", "loaded already", "unloaded"]
 
 
 class Health(ResponseModel):
-    """A response of ``/health``."""
-
     status: Literal["ok"]
 
 
 class ErrorDetail(ResponseModel):
-    """Description of an error."""
-
     message: str
     type: str
     param: str | None
@@ -204,44 +172,40 @@ class ErrorDetail(ResponseModel):
 
 
 class Error(ResponseModel):
-    """A response with an error status."""
-
     error: ErrorDetail
 
 
+# Models, health, metrics and the cache.
+
+
 async def index(request: Request) -> Index:
-    """What answers at this address."""
+    """The server's name, version and models."""
     service = state_of(request)
     return Index(name="Octavo", version=__version__, models=service.model_names, docs="/docs")
 
 
 async def list_models(request: Request) -> ModelList | AnthropicModelList:
-    """The names that the model is served under, and its adapters; in Anthropic's form for its clients."""
+    """The served names of the model, and its adapters; in Anthropic's format for its clients."""
     service = state_of(request)
-    models = [_model(service, ServedModel(name)) for name in service.model_names]
-    models += [_model(service, ServedModel(adapter.name, adapter.request)) for adapter in service.llm.adapters]
-    if not _is_of_anthropic(request):
+    models = [_describe_model(service, ServedModel(name)) for name in service.model_names]
+    models += [_describe_model(service, ServedModel(adapter.name, adapter.request)) for adapter in service.llm.adapters]
+    if "anthropic-version" not in request.headers:
         return ModelList(object="list", data=models)
     ids = [model.id for model in models]
-    data = [_of_anthropic(model) for model in models]
+    data = [_in_anthropic_format(model) for model in models]
     return AnthropicModelList(data=data, first_id=ids[0], last_id=ids[-1], has_more=False)
 
 
 async def retrieve_model(request: Request, model: str) -> Model | AnthropicModel:
-    """One name that the model is served under, or an adapter; in Anthropic's form for its clients."""
+    """One served name of the model, or an adapter; in Anthropic's format for its clients."""
     service = state_of(request)
     if not model:
         raise HTTPException(404)  # the address of the list with a slash at its end
-    named = _model(service, await service.model(model))
-    return _of_anthropic(named) if _is_of_anthropic(request) else named
+    described = _describe_model(service, await service.model(model))
+    return _in_anthropic_format(described) if "anthropic-version" in request.headers else described
 
 
-def _is_of_anthropic(request: Request) -> bool:
-    """Whether the client speaks Anthropic's API, whose routes for models have the same addresses as OpenAI's."""
-    return "anthropic-version" in request.headers
-
-
-def _of_anthropic(model: Model) -> AnthropicModel:
+def _in_anthropic_format(model: Model) -> AnthropicModel:
     created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return AnthropicModel(type="model", id=model.id, display_name=model.id, created_at=created)
 
@@ -270,21 +234,15 @@ async def metrics(request: Request) -> Response:
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Empties the prefix cache."""
-    service = state_of(request)
-    service.llm.check_alive()
-    await service.llm.reset_prefix_cache()
+    await operator_state(request).llm.reset_prefix_cache()
     return Response(b"{}", media_type="application/json")
 
 
-def _modalities(service: ServerState) -> list[str]:
-    """What the model reads."""
-    if "transcribe" in service.tasks:
-        return ["audio"]
-    return ["text", "image"] if service.images.are_seen else ["text"]
-
-
-def _model(service: ServerState, model: ServedModel) -> Model:
+def _describe_model(service: ServerState, model: ServedModel) -> Model:
     base = service.model_names[0]
+    modalities = ["audio"] if "transcribe" in service.tasks else ["text"]
+    if service.images.are_seen and modalities == ["text"]:
+        modalities.append("image")
     described = Model(
         id=model.name,
         created=service.created,
@@ -294,7 +252,7 @@ def _model(service: ServerState, model: ServedModel) -> Model:
         root=base if model.adapter is None else service.shown_path(service.llm.adapters.named(model.name).ref.path),
         parent=None if model.adapter is None else base,
         tasks=list(service.tasks),
-        input_modalities=_modalities(service),
+        input_modalities=modalities,
     )
     if "embed" in service.tasks:
         described.dimensions = service.llm.front_end.pooling.vector_size
@@ -303,14 +261,11 @@ def _model(service: ServerState, model: ServedModel) -> Model:
     return described
 
 
-# Routes that free the engine's memory for a while, or start its replicas again; only with ``enable_admin_routes``.
+# Sleep mode and replicas; only with ``enable_admin_routes``.
 
 
 async def sleep(request: Request, level: int = 1) -> Sleeping:
-    """Frees memory until ``/wake_up``; requests are answered 503 meanwhile.
-
-    Level 1 keeps the weights at hand and frees the KV cache, level 2 drops the weights too, to be read again.
-    """
+    """Frees the KV cache (level 1), or weights too (level 2), until ``/wake_up``; requests get 503 meanwhile."""
     service = operator_state(request)
     if level not in (1, 2):
         raise invalid("level", f"level must be 1 or 2, not {level}")
@@ -324,10 +279,7 @@ async def sleep(request: Request, level: int = 1) -> Sleeping:
 
 
 async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Sleeping:
-    """Restores weights and KV cache, or what ``tags`` name of them: it sleeps until both are there.
-
-    Nothing happens if the engine is not sleeping.
-    """
+    """Restores weights and KV cache, or one of them (``tags``); the engine sleeps until both are restored."""
     service = operator_state(request)
     try:
         await service.llm.wake_up(tags)
@@ -342,12 +294,12 @@ async def is_sleeping(request: Request) -> Sleeping:
 
 
 async def replicas(request: Request) -> Replicas:
-    """The engine's replicas: which of them take requests, and how many each has."""
+    """The engine's replicas: the state of each, and the number of its requests."""
     return _replicas(state_of(request))
 
 
 async def drain(request: Request, replica: int) -> Replicas:
-    """Has a replica take no more requests; the others go on with those that it has, and no stream breaks."""
+    """Gives a replica no more requests; the others continue its open ones, and no stream breaks."""
     service = operator_state(request)
     try:
         await service.llm.drain_replica(replica)
@@ -359,7 +311,7 @@ async def drain(request: Request, replica: int) -> Replicas:
 
 
 async def undrain(request: Request, replica: int) -> Replicas:
-    """Has a drained replica take requests again. Nothing happens if it does."""
+    """Gives a drained replica requests again; no effect on another."""
     service = operator_state(request)
     try:
         await service.llm.undrain_replica(replica)
@@ -369,11 +321,7 @@ async def undrain(request: Request, replica: int) -> Replicas:
 
 
 async def restart(request: Request) -> Replicas:
-    """Starts the engine core of each replica again, one after the other, with the model's files as they are now.
-
-    No stream breaks: requests go on at the other replicas, or wait for a new core if there is no other. The answer
-    comes when it is done.
-    """
+    """Restarts the engine cores one after the other, with the model's current files; no stream breaks."""
     service = operator_state(request)
     try:
         await service.llm.restart_replicas()
@@ -394,16 +342,13 @@ def _replicas(service: ServerState) -> Replicas:
     )
 
 
-# Routes that load and unload adapters while the server runs; only with ``enable_lora_routes``.
-
-logger = logging.getLogger("octavo.server")
+# Adapters, loaded and unloaded while the server runs; only with ``enable_lora_routes``.
 
 
 async def load_adapter(request: Request, body: LoadAdapterRequest) -> AdapterStatus:
     """Loads an adapter from the server's folder, so that requests may name it as their model."""
     service = operator_state(request)
-    base = body.base_model_name
-    if base is not None and base not in service.model_names:
+    if (base := body.base_model_name) is not None and base not in service.model_names:
         names = ", ".join(service.model_names)
         raise ApiError(404, f"the model {base!r} is not served here; served: {names}", param="base_model_name")
     folder = service.options.lora_folder
@@ -414,7 +359,7 @@ async def load_adapter(request: Request, body: LoadAdapterRequest) -> AdapterSta
 
 
 async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> AdapterStatus:
-    """Forgets an adapter; while requests use it that is refused, or with ``wait`` done when the last has ended."""
+    """Unloads an adapter; while requests use it, this is refused, or with ``wait`` done after the last one."""
     service = operator_state(request)
     adapter = service.llm.adapters.named(body.lora_name)
     deadline = service.deadline()
@@ -423,7 +368,7 @@ async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> Adapte
     return AdapterStatus(lora_name=body.lora_name, status="unloaded")
 
 
-# The routes ``/tokenize`` and ``/detokenize``.
+# The tokenizer.
 
 #: Up to this many tokens are decoded in well under a millisecond.
 _SHORT = 1000
@@ -433,10 +378,14 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Token ids of a text, or of a conversation as the model's template writes it."""
     service = state_of(request)
     await service.model(body.model)
-    if sum(given is not None for given in (body.prompt, body.messages, body.content)) != 1:
+    if sum(value is not None for value in (body.prompt, body.messages, body.content)) != 1:
         raise ApiError(400, "give exactly one of prompt, messages and content", param="prompt")
     if body.content is not None:
-        return await _tokenized_content(service, body, body.content)
+        [ids] = await encode(service, [body.content], body.add_special is True, param="content")
+        content = TokenizedContent(tokens=ids)
+        if body.with_pieces:
+            content.tokens = [TokenPiece(id=token, piece=_piece(service.llm.tokenizer, token)) for token in ids]
+        return Response(content.encode(), media_type="application/json")
     limit = service.llm.max_model_len
     if body.messages is not None:
         text = await write_conversation(service, request, body.messages, body)
@@ -447,14 +396,6 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         response = Tokenized(tokens=ids, count=len(ids), max_model_len=limit)
     if body.return_token_strs:
         response.token_strs = [token or "" for token in service.llm.tokenizer.convert_ids_to_tokens(ids)]
-    return Response(response.encode(), media_type="application/json")
-
-
-async def _tokenized_content(service: ServerState, body: TokenizeRequest, content: str) -> Response:
-    [ids] = await encode(service, [content], body.add_special is True, param="content")
-    response = TokenizedContent(tokens=ids)
-    if body.with_pieces:
-        response.tokens = [TokenPiece(id=token, piece=_piece(service.llm.tokenizer, token)) for token in ids]
     return Response(response.encode(), media_type="application/json")
 
 
@@ -495,7 +436,7 @@ async def tokenizer_info(request: Request) -> TokenizerInfo:
 
 
 def _decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """What ``tokenizer.decode`` gives, which of many is one long call in which no other thread has a turn."""
+    """``tokenizer.decode``, which decodes many tokens in one long call that gives no other thread a turn."""
     if len(token_ids) < _SHORT:
         return tokenizer.decode(token_ids, skip_special_tokens=False)
     stream = TextStream(tokenizer, [], skip_special_tokens=False)

@@ -1,1 +1,4 @@
-"""Drafters: guesses at the tokens that follow, and how many of them a step verifies."""
+"""Speculative decoding: drafters (``drafter.Drafter``), and how many of their tokens a step verifies.
+
+Read ``speculator.py`` first.
+"""

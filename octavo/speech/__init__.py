@@ -1,1 +1,1 @@
-"""Speech: audio in, features, the loop of a transcription and its formats; plain data, no model."""
+"""Speech: audio, features, and the loop of a transcription, without a model. Read ``transcription.py`` first."""

@@ -1,4 +1,4 @@
-"""Recordings: bytes or a path in, mono float32 at 16 kHz out, in pieces."""
+"""Audio files, or samples in memory, as mono float32 at 16 kHz, in pieces. ``open_audio`` is the entry point."""
 
 from __future__ import annotations
 
@@ -19,36 +19,27 @@ from octavo.core.errors import AudioError, ConfigError
 from octavo.core.plugins import how_to_install
 from octavo.speech.log_mel import SAMPLE_RATE
 
-# What the first and last bytes of a file say of it that its decoder does not.
+# Checks of a file's first and last bytes that its decoder does not make.
 
-#: Beginnings of files that are audio or are taken for it, and what an error calls them.
+#: Magic numbers of audio and of files mistaken for audio, and their names in errors.
 _FORMATS = (
-    (0, b"\x1aE\xdf\xa3", "a WebM or Matroska file"),
-    (4, b"ftyp", "an MP4 or M4A file"),
+    (0, b"\x1aE\xdf\xa3", "a WebM or Matroska file"), (4, b"ftyp", "an MP4 or M4A file"),
     (0, b"RIFF", "a RIFF file without audio that can be decoded"),
     (0, b"OggS", "an Ogg file without audio that can be decoded"),
-    (0, b"fLaC", "a damaged FLAC file"),
-    (0, b"ID3", "a damaged mp3 file"),
-    (0, b"\xff\xf1", "a file of AAC"),
-    (0, b"\xff\xf9", "a file of AAC"),
-    (0, b"#!AMR", "an AMR file"),
-    (0, b"0&\xb2u", "a Windows Media file"),
-    (0, b"%PDF", "a PDF file"),
-    (0, b"PK\x03\x04", "a zip archive"),
-    (0, b"\x89PNG", "a PNG image"),
-    (0, b"\xff\xd8\xff", "a JPEG image"),
-    (0, b"GGUF", "a GGUF file"),
-)
-#: Sizes that programs write which stream and do not know the size.
+    (0, b"fLaC", "a damaged FLAC file"), (0, b"ID3", "a damaged mp3 file"),
+    (0, b"\xff\xf1", "a file of AAC"), (0, b"\xff\xf9", "a file of AAC"), (0, b"#!AMR", "an AMR file"),
+    (0, b"0&\xb2u", "a Windows Media file"), (0, b"%PDF", "a PDF file"), (0, b"PK\x03\x04", "a zip archive"),
+    (0, b"\x89PNG", "a PNG image"), (0, b"\xff\xd8\xff", "a JPEG image"), (0, b"GGUF", "a GGUF file"),
+)  # fmt: skip
+#: Sizes in the headers of streaming programs, which do not know the size.
 _UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x80000000)
 _NEARLY_MAX = 0xFFFFFF00
-#: Chunks of a WAV file before its samples that are looked at.
+#: Maximum chunks of a WAV file before its samples.
 _MAX_CHUNKS = 1000
 _OGG_TAIL = 1 << 17
 
 
 def guess_format(start: bytes) -> str:
-    """What a file seems to be by its first bytes; empty: unknown."""
     for offset, magic, name in _FORMATS:
         if start[offset : offset + len(magic)] == magic:
             return name
@@ -56,19 +47,12 @@ def guess_format(start: bytes) -> str:
         text = start.decode("utf-8")
     except UnicodeDecodeError as e:
         text = start[: e.start].decode("utf-8") if e.start > len(start) - 4 else ""
-    return "a text file" if _is_lines(text) else ""
-
-
-def _is_lines(text: str) -> bool:
-    return bool(text.strip()) and all(line.isprintable() for line in text.replace("\t", " ").splitlines())
+    is_text = bool(text.strip()) and all(line.isprintable() for line in text.replace("\t", " ").splitlines())
+    return "a text file" if is_text else ""
 
 
 def check_complete(stream: BinaryIO, name: str) -> None:
-    """Refuses WAV and Ogg files that end before they say: their decoder gives what there is, in silence.
-
-    Raises:
-        AudioError: it is cut off.
-    """
+    """Raises AudioError for truncated WAV and Ogg files, which their decoder accepts silently."""
     stream.seek(0)
     start = stream.read(12)
     if start[:4] in (b"RIFF", b"RF64") and start[8:12] == b"WAVE":
@@ -94,7 +78,6 @@ def _check_wav(stream: BinaryIO, name: str, *, is_wide: bool) -> None:
 
 
 def _check_ogg(stream: BinaryIO, name: str) -> None:
-    """Its last page must be whole."""
     end = stream.seek(0, io.SEEK_END)
     stream.seek(max(0, end - _OGG_TAIL))
     tail = stream.read(_OGG_TAIL)
@@ -107,35 +90,33 @@ def _check_ogg(stream: BinaryIO, name: str) -> None:
         raise AudioError(f"{name} is cut off within the last page of an Ogg file")
 
 
-# Band-limited conversion of sampling rates, in pieces.
+# Sampling rate conversion.
 
-#: The share of the lower rate's band that passes unchanged; from its end on nothing passes.
+#: Share of the lower rate's band that passes unchanged; beyond the band nothing passes.
 _PASS = 0.9
-#: Of the Kaiser window: what should not pass is damped by some 90 dB (Kaiser 1974).
+#: Of the Kaiser window: stop-band attenuation of about 90 dB (Kaiser 1974).
 _BETA = 9.0
 _DAMPING = 90.0
-#: Least input samples of a Fourier transform.
+#: Minimum input samples of a Fourier transform.
 _BLOCK = 1 << 14
 
 
 class Resampler:
-    """Converts a signal that comes in pieces from one rate to another.
+    """Converts a signal that comes in pieces from one rate to another; the output does not depend on the pieces.
 
     A windowed sinc at the input's rate, applied by Fourier transforms of overlapping blocks (overlap-save), whose
-    spectra are cut or filled up to the output's rate. What is before the signal and after it counts as silence.
-    Invariant: the output depends on the signal and not on its pieces.
+    spectra are cut or zero-padded to the output's rate. Around the signal is silence.
     """
 
     def __init__(self, rate: int, new_rate: int) -> None:
-        """From ``rate`` to ``new_rate``, samples a second."""
         self._is_same = rate == new_rate
         divisor = math.gcd(rate, new_rate)
-        #: So many input samples are as long as so many output samples.
+        #: This many input samples last as long as this many output samples.
         self._per_in, self._per_out = rate // divisor, new_rate // divisor
         if self._is_same:
             return
         half = len(_sinc(rate, new_rate)) // 2
-        #: Input samples on either side that a block needs of its neighbours, and input samples of a block without them.
+        #: Input samples that a block needs of its neighbours on either side, and of a block without them.
         self._margin = -(-half // self._per_in) * self._per_in
         self._body = max(1, -(-max(_BLOCK, 2 * self._margin) // self._per_in)) * self._per_in
         self._response = _response(rate, new_rate, self._body + 2 * self._margin)
@@ -144,20 +125,18 @@ class Resampler:
         self._fed = self._given = 0
 
     def feed(self, piece: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The output that the signal so far determines and that was not given yet. ``piece``: float32 [n]."""
+        """The output that the signal so far determines and that is new. ``piece``: float32 [n]."""
         if self._is_same:
             return piece
         self._fed += len(piece)
         return self._take(piece)
 
     def finish(self) -> NDArray[np.float32]:
-        """The rest of the output, after the last piece."""
         if self._is_same:
             return np.empty(0, np.float32)
         total = -(-self._fed * self._per_out // self._per_in)
         rest = self._take(np.zeros(self._body + self._margin, np.float32))
-        given = self._given - len(rest)
-        return rest[: total - given]
+        return rest[: total - (self._given - len(rest))]
 
     def _take(self, piece: NDArray[np.float32]) -> NDArray[np.float32]:
         self._waiting.append(piece)
@@ -176,18 +155,16 @@ class Resampler:
         return result
 
     def _block(self, signal: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The output of a block without its margins."""
         size = len(signal) * self._per_out // self._per_in
-        spectrum = np.fft.rfft(signal.astype(np.float64))
-        spectrum = spectrum[: len(self._response)] * self._response
+        spectrum = np.fft.rfft(signal.astype(np.float64))[: len(self._response)] * self._response
         margin = self._margin * self._per_out // self._per_in
-        # irfft fills the spectrum up with zeros where the output has the higher rate.
+        # irfft zero-pads the spectrum where the output has the higher rate.
         return np.fft.irfft(spectrum, size)[margin : size - margin].astype(np.float32)
 
 
 @lru_cache(maxsize=8)
 def _sinc(rate: int, new_rate: int) -> NDArray[np.float64]:
-    """A low pass at the input's rate, of odd length."""
+    """A low-pass filter at the input's rate, of odd length."""
     band = min(rate, new_rate) / 2
     half = math.ceil((_DAMPING - 7.95) / 14.36 * rate / (band * (1 - _PASS)) / 2)
     cutoff = (1 + _PASS) / 2 * band
@@ -197,7 +174,7 @@ def _sinc(rate: int, new_rate: int) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=8)
 def _response(rate: int, new_rate: int, size: int) -> NDArray[np.complex128]:
-    """The low pass for blocks of ``size`` input samples, as far as the output's spectrum reaches, and scaled for it."""
+    """The filter's spectrum for blocks of ``size`` input samples, cut to the output's spectrum and scaled for it."""
     filter_ = _sinc(rate, new_rate)
     half = len(filter_) // 2
     centred = np.zeros(size)
@@ -207,38 +184,35 @@ def _response(rate: int, new_rate: int, size: int) -> NDArray[np.complex128]:
     return np.fft.rfft(centred)[: new_size // 2 + 1] * (new_size / size)
 
 
-#: What is taken for a recording.
+# Files and samples.
+
 AudioSource = str | os.PathLike[str] | bytes | BinaryIO
-#: Or samples in memory: floats at 16 kHz, or with their rate.
+#: A file, or samples in memory: floats at 16 kHz, or with their rate.
 Audio = AudioSource | NDArray[Any] | tuple[NDArray[Any], int]
 ACCEPTED = "wav, flac, ogg (Vorbis or Opus) and mp3 are read"
-#: What ``ACCEPTED`` says, by libsndfile's names. It knows some twenty more, which are seldom used and little tested.
+#: The formats of ``ACCEPTED`` by libsndfile's names. It has about twenty more, rarely used and little tested.
 _CONTAINERS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"})
-#: Seconds that are decoded and resampled at once, and samples of all channels: they bound what a recording takes in
-#: memory, whatever rate and channels it has.
+#: Seconds, and samples of all channels, to decode and resample at once: they bound memory at any rate and channels.
 _BLOCK_SECONDS = 10
 _BLOCK_SAMPLES = 1 << 21
 _MAX_CHANNELS = 64
 _RATES = (1_000, 768_000)
-#: Of all channels: 64 at 64 kHz, or 5 at 768 kHz. To decode 64 at 768 kHz takes longer than they last.
+#: Of all channels: 64 at 64 kHz, or 5 at 768 kHz. Decoding 64 at 768 kHz is slower than real time.
 _MAX_SAMPLES_PER_SECOND = 1 << 22
-#: Longest period, in samples, after which a rate and 16 kHz meet again: to convert takes transforms four times as long.
-#: All rates up to it have a shorter one, and of higher ones those that are in use.
+#: Maximum period, in samples, of a rate and 16 kHz, which lower rates and the usual higher ones are below.
 _MAX_PERIOD = 50_000
-#: A codec counts a few frames more or less than it gives; of more than this share of a recording it is cut off.
+#: Codecs miscount a few frames; a recording that lacks more seconds, or 1 %, is truncated.
 _MISSING_SECONDS = 0.5
-#: Seconds before a sample at which decoding begins that is to go on there as if all before had been decoded.
+#: Decoding from the middle starts this many seconds earlier, to get the same samples.
 _PREROLL_SECONDS = 1
 
 
 @dataclass(frozen=True)
 class AudioLimits:
-    """What a recording may have at most."""
-
     max_bytes: int = 1 << 30
-    #: Seconds of audio, as the file says and as it turns out to have.
+    #: Seconds of audio, by the header and as decoded.
     max_seconds: float = 4 * 3600.0
-    #: Samples of all channels: 4 hours of 6 channels at 48 kHz. They are what decoding takes time for.
+    #: Samples of all channels: 4 hours of 6 channels at 48 kHz. Decoding time depends on them.
     max_samples: int = 1 << 32
 
 
@@ -246,23 +220,18 @@ DEFAULT_LIMITS = AudioLimits()
 
 
 class OpenedAudio(ABC):
-    """Mono audio at 16 kHz, in pieces."""
+    """Mono audio at 16 kHz, in pieces; a context manager."""
 
-    #: As the source says; a codec may be wrong by a few milliseconds.
+    #: By the header; codecs may be wrong by a few milliseconds.
     seconds: float
 
     @abstractmethod
     def pieces(self) -> Iterator[NDArray[np.float32]]:
-        """The audio from the beginning, float32 [n] at 16 kHz, in pieces of some seconds; once.
-
-        Raises:
-            AudioError: it is damaged or cut off, longer than it said and than allowed, or has samples that are not
-                finite numbers.
-        """
+        """The audio from the start, once: float32 [n] at 16 kHz; raises AudioError if it is damaged or too long."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives up what it holds; pieces can no longer be taken."""
+        """Frees resources; no more pieces can be taken."""
 
     def __enter__(self) -> Self:
         return self
@@ -273,29 +242,20 @@ class OpenedAudio(ABC):
 
 @dataclass(frozen=True)
 class AudioFacts:
-    """What a file says of itself."""
-
     rate: int
     channels: int
-    #: Samples of each channel.
     frames: int
 
     @property
     def seconds(self) -> float:
-        """How long it says that it lasts."""
         return self.frames / self.rate
 
 
 class Decoder:
-    """A file of a known container, decoded from its beginning on, its channels mixed."""
+    """Decodes a file block by block and mixes its channels."""
 
     def __init__(self, stream: BinaryIO, limits: AudioLimits, name: str) -> None:
-        """Reads the beginning of ``stream``, which stays the caller's; ``name``: what errors call it.
-
-        Raises:
-            AudioError: it is no audio that can be decoded, is cut off, has no samples, or is beyond a limit.
-            ConfigError: the package that decodes is not installed.
-        """
+        """``stream`` stays the caller's; ``name``: for errors. Raises AudioError, and ConfigError without soundfile."""
         soundfile = import_soundfile()
         self._name = name
         try:
@@ -315,9 +275,8 @@ class Decoder:
             what = guess_format(stream.read(4096))
             raise AudioError(f"{name} is {what or 'no audio that can be decoded'} ({_reason(e)}); {ACCEPTED}") from None
         self.facts = AudioFacts(self._file.samplerate, self._file.channels, self._file.frames)
-        #: Samples of each channel that are read at once.
         self.block = min(_BLOCK_SECONDS * self.facts.rate, _BLOCK_SAMPLES // max(1, self.facts.channels))
-        #: Samples of each channel that have been read.
+        #: Samples of each channel read so far.
         self.position = 0
         try:
             self._check(limits)
@@ -326,7 +285,7 @@ class Decoder:
             raise
 
     def close(self) -> None:
-        """Gives up the decoder; no other thread may be reading."""
+        """Must not be called while another thread reads."""
         self._file.close()
 
     def _check(self, limits: AudioLimits) -> None:
@@ -357,17 +316,10 @@ class Decoder:
                 f"{limits.max_samples} are taken: send it with fewer channels or at a lower rate"
             )
 
-    def read(self) -> NDArray[np.float32]:
-        """The next samples, float32 [n], channels mixed: a block, or what there is of it before the end.
-
-        Raises:
-            AudioError: they cannot be decoded, or are not finite numbers.
-        """
-        return self._read(self.block)
-
-    def _read(self, frames: int) -> NDArray[np.float32]:
+    def read(self, frames: int | None = None) -> NDArray[np.float32]:
+        """The next block of mixed samples, float32 [n], shorter at the end; raises AudioError if it is damaged."""
         try:
-            block: NDArray[np.float32] = self._file.read(frames, dtype="float32", always_2d=True)
+            block: NDArray[np.float32] = self._file.read(frames or self.block, dtype="float32", always_2d=True)
         except (RuntimeError, OSError) as e:
             seconds = self.position / self.facts.rate
             raise AudioError(f"{self._name} is damaged after {seconds:.2f} s: {_reason(e)}") from None
@@ -378,21 +330,18 @@ class Decoder:
         return mono
 
     def skip_to(self, position: int) -> None:
-        """Goes on after a later block, at the sample ``position``, with the bits that follow where all are read.
-
-        mp3 is read up to there, block by block: after a jump its decoder gives other samples, and where a read ends
-        makes a difference of a bit.
-        """
+        """Moves to a later sample, from where on reads give the same bits as without the jump."""
+        # mp3 is read block by block: its decoder gives other samples after a jump, and the ends of reads matter, too.
         before = position - _PREROLL_SECONDS * self.facts.rate
         if before > self.position and self._file.format != "MP3" and self._file.seekable():
             self._file.seek(before)
             self.position = before
-        while self.position < position and len(self._read(min(self.block, position - self.position))):
+        while self.position < position and len(self.read(min(self.block, position - self.position))):
             pass
 
 
 class Converter:
-    """Makes 16 kHz of the samples of a file, and checks that there are as many as it says."""
+    """Resamples a file to 16 kHz, and checks its length against the header."""
 
     def __init__(self, facts: AudioFacts, limits: AudioLimits, name: str) -> None:
         self._facts, self._limits, self._name = facts, limits, name
@@ -400,11 +349,7 @@ class Converter:
         self._taken = 0
 
     def feed(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        """What the samples so far determine and was not given yet. ``samples``: float32 [n], the next ones.
-
-        Raises:
-            AudioError: there are more than the file says and than is allowed.
-        """
+        """The new output of these samples, float32 [n]; raises AudioError beyond the header's length and the limit."""
         facts = self._facts
         self._taken += len(samples)
         if self._taken > self._limits.max_seconds * facts.rate + facts.rate:
@@ -412,11 +357,7 @@ class Converter:
         return self._resampler.feed(samples)
 
     def finish(self) -> NDArray[np.float32]:
-        """The rest, after the last samples.
-
-        Raises:
-            AudioError: there are fewer samples than the file says, or none.
-        """
+        """The rest of the output; raises AudioError if there are fewer samples than the header says, or none."""
         seconds, says = self._taken / self._facts.rate, self._facts.seconds
         if seconds < says - max(_MISSING_SECONDS, 0.01 * says):
             raise AudioError(
@@ -428,22 +369,21 @@ class Converter:
 
 
 class Recording(OpenedAudio):
-    """An opened recording, decoded in this process as its pieces are taken.
-
-    Owns the file that it was opened from; ``close`` it, or use it as a context manager. For a program's own files,
-    which are read where they are; what strangers send is decoded in the sandbox (``audio_reader.py``).
-    """
+    """A program's own recording, decoded in this process; clients' are decoded in the sandbox (``audio_reader.py``)."""
 
     def __init__(self, source: AudioSource, limits: AudioLimits = DEFAULT_LIMITS, name: str | None = None) -> None:
-        """``name``: what errors call it; None: the path, or "the recording".
-
-        Raises:
-            AudioError: it is no audio that can be decoded, is cut off, has no samples, or is beyond a limit.
-            ConfigError: the package that decodes is not installed.
-        """
+        """``name``: for error messages, by default the path. Raises AudioError, ConfigError as ``Decoder``."""
         self.name = name or (os.fspath(source) if isinstance(source, str | os.PathLike) else "the recording")
         self._limits = limits
-        self._stream = self._opened(source)
+        if isinstance(source, bytes):
+            self._stream: BinaryIO = io.BytesIO(source)
+        elif not isinstance(source, str | os.PathLike):
+            self._stream = source
+        else:
+            try:
+                self._stream = open(source, "rb")  # noqa: SIM115 - see ``close``
+            except (OSError, ValueError) as e:
+                raise AudioError(f"{self.name} cannot be read: {getattr(e, 'strerror', None) or e}") from None
         try:
             self._decoder = Decoder(self._stream, limits, self.name)
         except BaseException:
@@ -452,22 +392,10 @@ class Recording(OpenedAudio):
         self.seconds = self._decoder.facts.seconds
 
     def close(self) -> None:
-        """See ``OpenedAudio``."""
         self._decoder.close()
         self._stream.close()
 
-    def _opened(self, source: AudioSource) -> BinaryIO:
-        if isinstance(source, bytes):
-            return io.BytesIO(source)
-        if not isinstance(source, str | os.PathLike):
-            return source
-        try:
-            return open(source, "rb")
-        except (OSError, ValueError) as e:
-            raise AudioError(f"{self.name} cannot be read: {getattr(e, 'strerror', None) or e}") from None
-
     def pieces(self) -> Iterator[NDArray[np.float32]]:
-        """See ``OpenedAudio``."""
         converter = Converter(self._decoder.facts, self._limits, self.name)
         while len(samples := self._decoder.read()):
             if len(piece := converter.feed(samples)):
@@ -477,14 +405,8 @@ class Recording(OpenedAudio):
 
 
 class Samples(OpenedAudio):
-    """A recording that is in memory already."""
-
     def __init__(self, samples: Any, rate: int = SAMPLE_RATE, limits: AudioLimits = DEFAULT_LIMITS) -> None:
-        """``samples``: [n], or [n, channels], numbers of any kind of float within [-1, 1].
-
-        Raises:
-            AudioError: they are something else, are none, or beyond a limit.
-        """
+        """``samples``: floats [n] or [n, channels] within [-1, 1]; raises AudioError for others, or beyond a limit."""
         values = np.asarray(samples)
         if values.ndim not in (1, 2) or not np.issubdtype(values.dtype, np.floating):
             raise AudioError(f"samples must be floats of shape [n] or [n, channels], not {values.dtype} {values.shape}")
@@ -501,10 +423,9 @@ class Samples(OpenedAudio):
             raise AudioError(f"the recording lasts {self.seconds:.0f} s; at most {limits.max_seconds:g} s are taken")
 
     def close(self) -> None:
-        """Nothing is held."""
+        pass
 
     def pieces(self) -> Iterator[NDArray[np.float32]]:
-        """See ``OpenedAudio``."""
         resampler, size = Resampler(self._rate, SAMPLE_RATE), _BLOCK_SECONDS * self._rate
         for start in range(0, len(self._mono), size):
             if len(piece := resampler.feed(self._mono[start : start + size])):
@@ -514,11 +435,7 @@ class Samples(OpenedAudio):
 
 
 def open_audio(audio: Audio, limits: AudioLimits = DEFAULT_LIMITS, name: str | None = None) -> OpenedAudio:
-    """A recording given as path, bytes, opened file, samples at 16 kHz, or (samples, rate).
-
-    Raises:
-        AudioError, ConfigError: see ``Recording`` and ``Samples``.
-    """
+    """Opens a path, bytes, an open file, samples at 16 kHz, or (samples, rate); raises AudioError, ConfigError."""
     if isinstance(audio, tuple):
         if len(audio) != 2:
             raise AudioError(f"samples with their rate are a pair, not {len(audio)} values")
@@ -529,11 +446,7 @@ def open_audio(audio: Audio, limits: AudioLimits = DEFAULT_LIMITS, name: str | N
 
 
 def import_soundfile() -> Any:
-    """The module ``soundfile``.
-
-    Raises:
-        ConfigError: the package is not installed, or its library cannot be loaded.
-    """
+    """The module ``soundfile``; raises ConfigError if it is missing or fails to load."""
     try:
         import soundfile
     except (ImportError, OSError) as e:  # OSError: the library that it wraps is missing

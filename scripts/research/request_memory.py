@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=500, help="tokens that each has so far")
     args = parser.parse_args()
-    front_end = FrontEnd(find_files(EngineConfig(model=args.model)), 4096, sends=True)
+    front_end = FrontEnd(find_files(EngineConfig(model=args.model)), 4096, crosses_process=True)
     for logprobs in (False, True):
         params = SamplingParams(temperature=0, max_tokens=args.tokens + 1, logprobs=0 if logprobs else None)
         tracemalloc.start()

@@ -3,25 +3,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from octavo.cli import chat
-from octavo.cli.chat import Conversation
 from octavo.cli.chat_lines import HistoryFile, Typed, default_path, read_messages
-from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from octavo.core.sampling_params import DefaultMaxTokens
+from tests.cli.helpers import Capture, Run, converse
 from tests.cli.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-Run = Callable[..., int]
-Capture = pytest.CaptureFixture[str]
-
-
-def converse(engine: ScriptedEngine, system: str | None = None, max_tokens: int | None = None) -> Conversation:
-    return Conversation(engine, SamplingParams(max_tokens=max_tokens), system)  # type: ignore[arg-type]
 
 
 def test_the_answer_is_shown_as_it_grows_and_remembered(capsys: Capture) -> None:

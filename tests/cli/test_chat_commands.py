@@ -5,21 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from octavo.cli import chat as chat_files
+from octavo.cli import chat
 from octavo.cli.chat import COMMANDS, SETTINGS, Conversation, completions, help_text, run_command
 from octavo.core.sampling_params import DefaultMaxTokens, SamplingParams
+from tests.cli.helpers import Capture, converse
 from tests.cli.scripted_engine import ScriptedEngine
-
-Capture = pytest.CaptureFixture[str]
-
-
-def converse(engine: ScriptedEngine, system: str | None = None, **params: Any) -> Conversation:
-    params = {"max_tokens": None, **params}
-    return Conversation(engine, SamplingParams(**params), system, model="m")  # type: ignore[arg-type]
 
 
 def roles(conversation: Conversation) -> str:
@@ -184,9 +177,9 @@ def test_a_conversation_is_saved_and_goes_on(tmp_path: Path, capsys: Capture) ->
 def test_another_file_is_never_written_over(tmp_path: Path, capsys: Capture) -> None:
     conversation = converse(ScriptedEngine(["yes"]))
     (tmp_path / "mine.txt").write_text("precious")
-    assert "is there and is no saved conversation" in said(capsys, conversation, f"/save {tmp_path}/mine.txt")
+    assert "exists and is no saved conversation" in said(capsys, conversation, f"/save {tmp_path}/mine.txt")
     assert (tmp_path / "mine.txt").read_text() == "precious"
-    assert "is there and is no saved conversation" in said(capsys, conversation, f"/save {tmp_path}")
+    assert "exists and is no saved conversation" in said(capsys, conversation, f"/save {tmp_path}")
     assert "cannot write" in said(capsys, conversation, f"/save {tmp_path}/no/such.json")
 
 
@@ -207,7 +200,7 @@ def test_another_file_is_never_written_over(tmp_path: Path, capsys: Capture) -> 
         (
             '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y"}}]}, '
             '{"role": "assistant", "content": "a"}]}',
-            "message 1: the address of an image must begin with file:///, not 'http://x/y'",
+            "message 1: the URL of an image must begin with file:///, not 'http://x/y'",
         ),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///dev/zero"}}'
@@ -232,9 +225,9 @@ def test_files_that_are_loaded_are_bounded(tmp_path: Path, capsys: Capture, monk
     assert "is no file" in said(capsys, conversation, f"/load {tmp_path}/pipe")
     conversation.ask("a")
     run_command(conversation, f"/save {tmp_path}/talk.json")
-    monkeypatch.setattr(chat_files, "MAX_MESSAGES", 1)
+    monkeypatch.setattr(chat, "MAX_MESSAGES", 1)
     assert "has 2 messages; at most 1" in said(capsys, conversation, f"/load {tmp_path}/talk.json")
-    monkeypatch.setattr(chat_files, "MAX_BYTES", 20)
+    monkeypatch.setattr(chat, "MAX_BYTES", 20)
     assert "bytes; at most 20 are read" in said(capsys, conversation, f"/load {tmp_path}/talk.json")
     assert "bytes as a file; at most 20" in said(capsys, conversation, f"/save {tmp_path}/other.json")
 

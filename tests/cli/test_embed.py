@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ from octavo.cli.embed import embed
 from octavo.cli.inputs import TextRow, TextSource
 from octavo.cli.main import load_command
 from octavo.core.errors import ConfigError
+from tests.cli.helpers import Capture, Run, json_lines
 from tests.embedding_models import HIDDEN_SIZE, MAX_TOKENS, make_encoder
-
-Run = Callable[..., int]
-Capture = pytest.CaptureFixture[str]
 
 TEXTS = ["a river", "the sea", "bread and butter"]
 #: More tokens than the model takes.
@@ -49,10 +47,6 @@ def llm(encoder: Path) -> LLM:
 def vectors(llm: LLM, texts: list[Any], **options: Any) -> np.ndarray:
     outputs = llm.embed(texts, use_tqdm=False, **options)
     return np.array([output.outputs.embedding for output in outputs], np.float32)
-
-
-def json_lines(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
 
 
 def test_vectors_of_words_are_lines_on_standard_output(octavo: Run, capsys: Capture, encoder: Path, llm: LLM) -> None:

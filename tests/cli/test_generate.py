@@ -16,16 +16,10 @@ from octavo.cli.inputs import for_output, read_jobs
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.outputs import RequestOutput
 from tests.adapters import write_adapter
+from tests.cli.helpers import Capture, Run, json_lines
 from tests.test_package import script
 
-Run = Callable[..., int]
-Capture = pytest.CaptureFixture[str]
-
 GREEDY = ("--temperature", "0", "--max-tokens", "6", "--ignore-eos")
-
-
-def json_lines(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,11 +17,10 @@ from octavo.cli.main import COMMANDS
 from octavo.runner import memory
 from octavo.runner.memory import MemoryLimit
 from tests.busy_machine import PATIENCE, held_up, once_in_three
+from tests.cli.helpers import Run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRON = {k: v for k, v in os.environ.items() if not k.startswith(("OCTAVO_", "PYTHON"))} | {"PYTHONPATH": str(ROOT)}
-
-Run = Callable[..., int]
 
 
 def program(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:

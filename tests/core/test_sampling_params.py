@@ -11,14 +11,7 @@ import pytest
 from octavo.core.errors import InvalidRequestError
 from octavo.core.sampling_params import SamplingParams, defaults_beside
 
-NUMBERS = (
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "temperature",
-    "top_p",
-    "min_p",
-)
+NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from octavo.cli.main import COMMANDS, LAB_COMMANDS, OTHER_COMMANDS
+from octavo.cli.main import COMMANDS, OTHER_COMMANDS, load_command
 from octavo.cli.parsing import OTHER_FLAGS, Parser
 from tests.docs.snippets import PAGES, ROOT, Command, commands
 
@@ -40,8 +40,7 @@ def parsers_that_raise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @functools.cache
 def parser(name: str) -> Any:
-    room = "octavo.lab.commands" if name in LAB_COMMANDS else "octavo.cli"
-    return importlib.import_module(f"{room}.{name}").make_parser()
+    return load_command(name).make_parser()
 
 
 @functools.cache

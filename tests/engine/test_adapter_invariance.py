@@ -11,7 +11,7 @@ from octavo import LLM, RequestOutput, SamplingParams
 from octavo.core.request import LoRARequest
 from octavo.loader.adapters import AdapterTargets
 from octavo.models.config_files import read_model_config
-from tests.runner.test_adapter_store import make_adapter
+from tests.runner.plan_worker import make_adapter
 from tests.small_llama import save_distinct_llama
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")

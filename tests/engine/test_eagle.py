@@ -17,11 +17,10 @@ from octavo.core.sampling_params import BeamSearchParams
 from octavo.loader.adapters import AdapterTargets
 from octavo.models.config_files import read_model_config
 from octavo.runner import loaded_model
-from octavo.runner.drafters import EagleDrafter
-from octavo.runner.network_drafter import Drafts
+from octavo.runner.drafters import Drafts, EagleDrafter
 from tests.models.eagle_heads import TARGET, Head, Reference, eagle1, eagle3
 from tests.random_mixes import random_params
-from tests.runner.test_adapter_store import make_adapter
+from tests.runner.plan_worker import make_adapter
 from tests.whole_outputs import all_of
 
 pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")

@@ -1,12 +1,14 @@
-"""Recordings through the engine, with a real model."""
+"""Transcriptions: offline, and in an event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,14 @@ from numpy.typing import NDArray
 
 from octavo import LLM, SamplingParams
 from octavo.core.errors import AudioError, InvalidRequestError
-from octavo.speech.audio_files import AudioLimits, open_audio
+from octavo.core.request import RequestOptions
+from octavo.engine import transcription as async_transcription
+from octavo.engine.transcription import transcribe_stream
+from octavo.speech import transcription as loops
+from octavo.speech.audio_files import DEFAULT_LIMITS, AudioLimits, OpenedAudio, open_audio
 from octavo.speech.transcription import TranscriptionParams
+from tests.busy_machine import PATIENCE
+from tests.speech.fake_speech import CODEC, KNOWN
 
 SPEECH = Path(__file__).resolve().parent.parent / "data" / "speech.ogg"
 MODEL = "whisper-tiny.en"
@@ -108,8 +116,8 @@ def test_words_have_times(llm: LLM, speech: NDArray[np.float32]) -> None:
 def test_alignment_heads_that_the_model_has_not_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    known = llm.front_end.speech.known
-    monkeypatch.setattr(llm.front_end.speech, "known", replace(known, alignment_heads=((1, 0), (4, 0))))
+    tokens = llm.front_end.speech.tokens
+    monkeypatch.setattr(llm.front_end.speech, "tokens", replace(tokens, alignment_heads=((1, 0), (4, 0))))
     with pytest.raises(InvalidRequestError, match=r"alignment_heads of the model's files has \[4, 0\].* 4 layers of 6"):
         transcribe(llm, SPEECH, TranscriptionParams(word_timestamps=True))
     assert transcribe(llm, SPEECH)[0].text
@@ -241,3 +249,83 @@ def test_two_hours_take_bounded_memory(llm: LLM, speech: NDArray[np.float32], tm
     assert made.duration == 7200.0
     assert made.text.lower().count("lazy dog") >= 5
     assert process.memory_info().rss - before < 200 << 20
+
+
+# --- in an event loop -------------------------------------------------------------------------------------------------
+
+
+class SlowAudio(OpenedAudio):
+    """Each piece takes until it is let go."""
+
+    seconds = 60.0
+
+    def __init__(self) -> None:
+        self.reading, self.go = threading.Event(), threading.Event()
+        self.in_use = False
+        #: Whether it was in use when it was closed.
+        self.closed: bool | None = None
+
+    def pieces(self) -> Iterator[NDArray[np.float32]]:
+        while True:
+            self.in_use = True
+            self.reading.set()
+            assert self.go.wait(PATIENCE)
+            self.in_use = False
+            yield np.zeros(160_000, np.float32)
+
+    def close(self) -> None:
+        self.closed = self.in_use
+
+
+def hear(audio: Any) -> AsyncGenerator[Any]:
+    """A transcription whose engine is not asked: nothing is said."""
+
+    def loop(params: TranscriptionParams, scores: bool) -> Any:
+        return loops.transcribe(params, KNOWN, CODEC, scores=scores)
+
+    speech = SimpleNamespace(loop=loop, hear=lambda window: None)
+    engine: Any = SimpleNamespace(front_end=SimpleNamespace(speech=speech))
+    return transcribe_stream(engine, "a", audio, TranscriptionParams(), RequestOptions(), DEFAULT_LIMITS, scores=False)
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_who_is_cancelled_closes_nothing_that_a_thread_reads(opens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    audio = SlowAudio()
+    monkeypatch.setattr(async_transcription, "open_audio", lambda *_: audio)
+
+    async def cancel() -> None:
+        task = asyncio.create_task(anext(hear("a path" if opens else audio)))
+        assert await asyncio.to_thread(audio.reading.wait, PATIENCE)
+        task.cancel()
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        assert audio.closed is None
+        audio.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert not audio.in_use
+    assert audio.closed is (False if opens else None)  # whoever opens it closes it
+
+
+def test_a_recording_that_is_opened_too_late_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    audio, opening = SlowAudio(), threading.Event()
+
+    def open_slowly(*_: Any) -> SlowAudio:
+        opening.set()
+        assert audio.go.wait(PATIENCE)
+        return audio
+
+    monkeypatch.setattr(async_transcription, "open_audio", open_slowly)
+
+    async def cancel() -> None:
+        task = asyncio.create_task(anext(hear("a path")))
+        assert await asyncio.to_thread(opening.wait, PATIENCE)
+        task.cancel()
+        audio.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert audio.closed is False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from octavo.engine.replicas import Replica
@@ -19,7 +20,7 @@ class Waits:
 
 
 def replica(held_up: float) -> Replica:
-    client: Any = type("Client", (), {"pid": 1})()
+    client: Any = SimpleNamespace(process=SimpleNamespace(pid=1))
     found = Replica(0, client, restarts=None)  # type: ignore[arg-type]
     waits: Any = Waits(held_up)
     found.waits = waits

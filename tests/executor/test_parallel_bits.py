@@ -10,20 +10,13 @@ from typing import Any
 import pytest
 
 from octavo import LLM
-from tests.executor.test_workers import WORK, answers
+from tests.executor.small_engines import TIGHT, WORK, answers
 from tests.small_llama import make_llama
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("octavo._cpu") is None, reason="the compiled kernels were not built"),
 ]
-#: Room for two or three requests at a time, in chunks of 16 tokens.
-TIGHT: dict[str, Any] = {
-    "block_size": 4,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 16,
-    "num_gpu_blocks_override": 36,
-}
 
 
 @pytest.fixture(scope="module")

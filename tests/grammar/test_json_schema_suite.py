@@ -20,7 +20,8 @@ from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.sampling_params import Grammar, StructuredOutputsParams
-from octavo.grammar.json_schema import ANNOTATIONS, RELAXED, SUPPORTED
+from octavo.grammar.json_schema import ANNOTATIONS, SUPPORTED
+from octavo.grammar.schema_dialects import RELAXED
 from octavo.grammar.sources import make_grammar
 from tests.grammar.byte_matcher import accepts, generate
 from tests.grammar.random_schema import random_schema

@@ -188,10 +188,7 @@ def test_random_schemas_accept_valid_values_alone(schema: Schema, values: list[A
 
 
 @settings(deadline=None, max_examples=100)
-@given(
-    st.sampled_from(sorted(SHAPES)),
-    st.lists(st.one_of(VALUES, st.text(max_size=8), st.integers()), max_size=8),
-)
+@given(st.sampled_from(sorted(SHAPES)), st.lists(st.one_of(VALUES, st.text(max_size=8), st.integers()), max_size=8))
 def test_values_that_a_schema_of_a_generator_forbids_are_not_accepted(name: str, values: list[Any]) -> None:
     shape = SHAPES[name]
     if shape.judged is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -71,9 +72,9 @@ def test_what_the_sandbox_stops_is_an_error_about_the_image(failure: str, messag
 
 
 def test_what_the_server_lacks_is_not_the_image_s_fault() -> None:
-    answer = image_reader._Answer(error="pip install 'octavo[images]'", is_config=True)
+    answer = msgspec.msgpack.encode((None, "pip install 'octavo[images]'", True))
     with pytest.raises(ConfigError, match="pip install"):
-        image_reader._read("photo", SandboxAnswer(image_reader.msgspec.msgpack.encode(answer)))
+        image_reader._read("photo", SandboxAnswer(answer))
 
 
 @pytest.mark.slow

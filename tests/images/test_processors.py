@@ -128,9 +128,7 @@ def expected_expansion(family: str, inputs: Any) -> str:
         "gemma3": (
             "gemma3.processing_gemma3",
             "Gemma3Processor",
-            {
-                "full_image_sequence": "\n\n<start_of_image>" + "<image_soft_token>" * 256 + "<end_of_image>\n\n",
-            },
+            {"full_image_sequence": "\n\n<start_of_image>" + "<image_soft_token>" * 256 + "<end_of_image>\n\n"},
         ),
         "qwen2_5_vl": (
             "qwen2_5_vl.processing_qwen2_5_vl",

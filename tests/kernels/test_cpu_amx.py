@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.backends import cpu_settings
+
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from tests.kernels import torch_facade  # noqa: E402
 
@@ -23,10 +25,8 @@ STEP = 32
 
 @pytest.fixture(autouse=True)
 def _tiles() -> Iterator[None]:
-    before = _cpu.isa()
-    _cpu.choose_isa("amx_bf16")
-    yield
-    _cpu.choose_isa(before)
+    with cpu_settings(isa="amx_bf16"):
+        yield
 
 
 def in_order(x: np.ndarray, weight: np.ndarray) -> np.ndarray:

@@ -14,22 +14,32 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
-from octavo.kernels.cpu import backend as operations  # noqa: E402
+from octavo.config.kv_spec import KVSpec  # noqa: E402
+from octavo.kernels.cpu import backend  # noqa: E402
 from octavo.kernels.interface import AttentionSpec  # noqa: E402
 from tests.kernels import torch_facade  # noqa: E402
+from tests.kernels.backends import cpu_settings  # noqa: E402
+from tests.torch_types import engine_dtype  # noqa: E402
 
-attention: Any = torch_facade.Facade(operations)
+operations: Any = torch_facade.Facade(backend)
+kernels = torch_facade.make_kernels()
 
 F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
 
 
 @pytest.fixture(params=_cpu.available_isas().floats, autouse=True, scope="module")
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    before, threads = _cpu.isa(), _cpu.num_threads()
-    _cpu.choose_isa(request.param)
-    yield
-    _cpu.choose_isa(before)
-    _cpu.set_threads(threads)
+    with cpu_settings(isa=request.param):
+        yield
+
+
+def make_cache(
+    layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, vectors: int = 2
+) -> list[Any]:
+    """``vectors``: 2, or 1 for a latent cache."""
+    spec = KVSpec("full" if vectors == 2 else "latent", kv_heads, head_dim, engine_dtype(dtype))
+    caches: list[Any] = kernels.make_group_cache(spec, layers, blocks, block_size)
+    return caches
 
 
 @dataclass
@@ -78,7 +88,7 @@ class World:
         counts = [-(-length // n.block_size) for length in lengths]
         total = sum(counts) + 2
         vectors = 1 if n.latent else 2
-        [self.cache] = attention.make_cache(1, total, n.block_size, n.kv_heads, n.head_dim, n.cache_dtype, vectors)
+        [self.cache] = make_cache(1, total, n.block_size, n.kv_heads, n.head_dim, n.cache_dtype, vectors)
         assert (self.cache.key is self.cache.value) == bool(n.latent)
         for blocks in (self.cache.key, self.cache.value):
             blocks.fill_(0xFF)  # a NaN in every type and scale
@@ -126,8 +136,8 @@ class World:
             block_table_stride=tables.stride(0),
         )
         parts_of_k = (k[:, :, : n.latent], k[:, :, n.latent :].clone()) if n.latent else (k, v)
-        attention.write_op(*parts_of_k, self.cache).run(step)
-        attention.attention_op(q, self.cache, out, n.spec).run(step)
+        operations.write_op(*parts_of_k, self.cache).run(step)
+        operations.attention_op(q, self.cache, out, n.spec).run(step)
         return list(out.split(counts))
 
     def expected(self, s: int, begin: int, end: int, after: int = 0) -> tuple[Tensor, Tensor]:
@@ -404,14 +414,14 @@ def test_a_token_is_the_same_in_any_chunk_batch_and_number_of_threads(network: N
 def test_copied_blocks(dtype: torch.dtype, threads: int) -> None:
     """Several targets of one source, a chain and a cycle: each target gets what its source held before."""
     _cpu.set_threads(threads)
-    caches = attention.make_cache(3, 8, 16, 2, 64, dtype)
+    caches = make_cache(3, 8, 16, 2, 64, dtype)
     for i, cache in enumerate(caches):
         for blocks in (cache.key, cache.value):
             blocks.copy_(torch.randint(256, blocks.shape, generator=torch.Generator().manual_seed(i)).byte())
     several = [(0, 7), (0, 2), (3, 6), (0, 5)]
     for pairs in ([(0, 7), (3, 6)], several, [(0, 1), (1, 2), (1, 3), (4, 5), (5, 4), (6, 6)]):
         before = [(cache.key.clone(), cache.value.clone()) for cache in caches]
-        attention.copy_blocks(caches, pairs)
+        kernels.copy_blocks(caches, pairs)
         for cache, old in zip(caches, before, strict=True):
             for blocks, old_blocks in zip((cache.key, cache.value), old, strict=True):
                 for source, target in pairs:
@@ -421,23 +431,23 @@ def test_copied_blocks(dtype: torch.dtype, threads: int) -> None:
 
 
 def test_swapped_blocks_go_to_another_cache() -> None:
-    gpu, host = (attention.make_cache(2, blocks, 16, 1, 64, BF16) for blocks in (5, 9))
+    gpu, host = (make_cache(2, blocks, 16, 1, 64, BF16) for blocks in (5, 9))
     for cache in gpu:
         cache.key.fill_(1)[3].fill_(7)
         cache.value.fill_(2)[4].fill_(8)
-    attention.swap_blocks(gpu, host, [(3, 8), (4, 0)])
+    kernels.swap_blocks(gpu, host, [(3, 8), (4, 0)])
     for cache in host:
         assert cache.key[[8, 0]].unique(dim=1).flatten().tolist() == [7, 1]
         assert cache.value[[8, 0]].unique(dim=1).flatten().tolist() == [2, 8]
         assert not cache.key[1:8].any()
-    attention.swap_blocks(gpu, host, [])
-    attention.copy_blocks(gpu, [])
+    kernels.swap_blocks(gpu, host, [])
+    kernels.copy_blocks(gpu, [])
 
 
 @pytest.mark.parametrize("pair", [(-1, 0), (0, 5), (5, 0)])
 def test_copies_of_blocks_that_do_not_exist_are_refused(pair: tuple[int, int]) -> None:
     with pytest.raises(IndexError, match="cannot copy block"):
-        attention.copy_blocks(attention.make_cache(1, 5, 16, 1, 8, BF16), [pair])
+        kernels.copy_blocks(make_cache(1, 5, 16, 1, 8, BF16), [pair])
 
 
 # --- the cache ------------------------------------------------------------------------------------------------------
@@ -445,22 +455,22 @@ def test_copies_of_blocks_that_do_not_exist_are_refused(pair: tuple[int, int]) -
 
 def test_a_cache_takes_as_much_memory_as_its_tokens() -> None:
     for dtype, size in ((F32, 4), (BF16, 2)):
-        [cache] = attention.make_cache(1, 3, 16, 2, 64, dtype)
+        [cache] = make_cache(1, 3, 16, 2, 64, dtype)
         assert cache.key.shape == cache.value.shape == (3, 16 * 2 * 64 * size)
         assert not cache.key.any() and cache.key.data_ptr() % 64 == 0
-    [cache] = attention.make_cache(1, 3, 16, 2, 64, I8)
+    [cache] = make_cache(1, 3, 16, 2, 64, I8)
     assert cache.key.shape == (3, 16 * 2 * (64 + 4))  # and a scale
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(F32, 4 * 592), (BF16, 2 * 592), (I8, 592 + 4)])
 def test_a_latent_cache_has_one_vector_a_token_and_its_blocks_are_moved_once(dtype: torch.dtype, size: int) -> None:
-    first, second = (attention.make_cache(2, 4, 8, 1, 578, dtype, vectors=1) for _ in range(2))
+    first, second = (make_cache(2, 4, 8, 1, 578, dtype, vectors=1) for _ in range(2))
     for i, cache in enumerate(first):
         assert cache.value is cache.key and cache.key.shape == (4, 8 * size)  # 578 padded to a multiple of 16
         cache.key.copy_(torch.arange(4)[:, None] + 10 * i)
-    attention.copy_blocks(first, [(0, 1), (1, 0)])  # done twice, they would be where they were
+    kernels.copy_blocks(first, [(0, 1), (1, 0)])  # done twice, they would be where they were
     assert [cache.key[:, 0].tolist() for cache in first] == [[1, 0, 2, 3], [11, 10, 12, 13]]
-    attention.swap_blocks(first, second, [(3, 0), (1, 2)])
+    kernels.swap_blocks(first, second, [(3, 0), (1, 2)])
     assert [cache.key[:, -1].tolist() for cache in second] == [[3, 0, 0, 0], [13, 0, 10, 0]]
 
 
@@ -468,13 +478,13 @@ def test_what_cannot_be_is_refused() -> None:
     from octavo.core.errors import ConfigError
 
     with pytest.raises(ConfigError, match="no KV cache of type"):
-        attention.make_cache(1, 1, 16, 1, 64, torch.float16)
+        make_cache(1, 1, 16, 1, 64, torch.float16)
     with pytest.raises(ValueError, match="head_dim must be even"):
-        attention.make_cache(1, 1, 16, 1, 7, BF16)
+        make_cache(1, 1, 16, 1, 7, BF16)
     with pytest.raises(ValueError, match="multiple of kv_heads"):
         _cpu.paged_attention(0, 0, 0, 0, 0, 4, 3, 64, 16, _cpu.Dtype.bf16, _cpu.Dtype.bf16, 1.0)
     for kv_heads, latent in ((2, 32), (1, 65)):
-        with pytest.raises(ValueError, match="a latent cache has one KV head, and values of at most head_dim"):
+        with pytest.raises(ValueError, match="latent cache"):
             _cpu.paged_attention(
                 0, 0, 0, 0, 0, 4, kv_heads, 64, 16, _cpu.Dtype.bf16, _cpu.Dtype.bf16, 1.0, latent=latent
             )

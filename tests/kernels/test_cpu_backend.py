@@ -17,6 +17,7 @@ from octavo.config.kv_spec import KVSpec
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Activation
 from octavo.kernels.weight_rows import GGUFRows
+from tests.kernels.backends import cpu_settings
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
 torch_facade: Any = importlib.import_module("tests.kernels.torch_facade")
@@ -27,9 +28,8 @@ KINDS = [None, "int8", "int4", "Q4_0"]
 
 @pytest.fixture
 def kernels() -> Iterator[Any]:
-    threads = _cpu.num_threads()
-    yield torch_facade.make_kernels(2)
-    _cpu.set_threads(threads)
+    with cpu_settings():
+        yield torch_facade.make_kernels(2)
 
 
 def one_sequence(tokens: int, slots: Tensor | None = None) -> ForwardBatch:
@@ -41,10 +41,8 @@ def one_sequence(tokens: int, slots: Tensor | None = None) -> ForwardBatch:
 
 @pytest.fixture(params=_cpu.available_isas().floats)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _cpu.isa()
-    _cpu.choose_isa(request.param)
-    yield str(request.param)
-    _cpu.choose_isa(before)
+    with cpu_settings(isa=request.param):
+        yield str(request.param)
 
 
 def packed_weight(kernels: Any, kind: str | None, outputs: int, dtype: torch.dtype, *, gated: bool = False) -> Any:

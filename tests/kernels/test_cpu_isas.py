@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.busy_machine import PATIENCE
+from tests.kernels.backends import cpu_settings
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 
@@ -28,9 +29,8 @@ NOT_BUILT = [
 
 @pytest.fixture(autouse=True)
 def _isa_as_before() -> Iterator[None]:
-    before = _cpu.isa()
-    yield
-    _cpu.choose_isa(before)
+    with cpu_settings():
+        yield
 
 
 @pytest.mark.parametrize("kind", KINDS)

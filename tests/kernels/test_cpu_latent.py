@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.config.kv_spec import KVSpec
 from octavo.kernels.reference import ReferenceKernels
+from tests.kernels.backends import cpu_settings
 
 _cpu: Any = pytest.importorskip("octavo._cpu")
 torch_facade: Any = importlib.import_module("tests.kernels.torch_facade")
@@ -19,11 +20,8 @@ torch_facade: Any = importlib.import_module("tests.kernels.torch_facade")
 
 @pytest.fixture(params=_cpu.available_isas().floats, autouse=True, scope="module")
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    before, threads = _cpu.isa(), _cpu.num_threads()
-    _cpu.choose_isa(request.param)
-    yield
-    _cpu.choose_isa(before)
-    _cpu.set_threads(threads)
+    with cpu_settings(isa=request.param):
+        yield
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
+from tests.kernels.backends import cpu_settings
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from octavo.kernels.cpu.array import measure_cpu  # noqa: E402
@@ -34,12 +35,9 @@ KERNELS = CpuKernels()
 
 
 @pytest.fixture(autouse=True)
-def two_threads_then_as_before() -> Iterator[None]:
-    isa, threads = _cpu.isa(), _cpu.num_threads()
-    _cpu.set_threads(2)
-    yield
-    _cpu.choose_isa(isa)
-    _cpu.set_threads(threads)
+def _two_threads() -> Iterator[None]:
+    with cpu_settings(threads=2):
+        yield
 
 
 @pytest.fixture(params=_cpu.available_isas().floats)

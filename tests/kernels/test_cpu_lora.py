@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.core.dtypes import DType
+from tests.kernels.backends import cpu_settings
 
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput  # noqa: E402
@@ -31,12 +32,9 @@ RANKS = [(8, 8, 8), (1, 0, 64), (3, 15, 0), (2, 4, 32)]
 
 
 @pytest.fixture(autouse=True)
-def two_threads_then_as_before() -> Iterator[None]:
-    isa, threads = _cpu.isa(), _cpu.num_threads()
-    _cpu.set_threads(2)
-    yield
-    _cpu.choose_isa(isa)
-    _cpu.set_threads(threads)
+def _two_threads() -> Iterator[None]:
+    with cpu_settings(threads=2):
+        yield
 
 
 @pytest.fixture(params=_cpu.available_isas().floats)

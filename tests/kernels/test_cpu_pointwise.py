@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.kernels.backends import cpu_settings
+
 _cpu: Any = pytest.importorskip("octavo._cpu")
 
 DTYPES = {torch.float32: _cpu.Dtype.f32, torch.bfloat16: _cpu.Dtype.bf16}
@@ -27,11 +29,8 @@ widths = st.one_of(st.integers(1, 70), st.sampled_from([128, 576, 1000]))
 
 @pytest.fixture(params=_cpu.available_isas().floats, autouse=True, scope="module")
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    before, threads = _cpu.isa(), _cpu.num_threads()
-    _cpu.choose_isa(request.param)
-    yield
-    _cpu.choose_isa(before)
-    _cpu.set_threads(threads)
+    with cpu_settings(isa=request.param):
+        yield
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:

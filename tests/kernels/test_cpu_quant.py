@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.kernels.backends import cpu_settings
+
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
 
 from octavo.core.errors import ConfigError, WeightError  # noqa: E402
@@ -19,6 +21,7 @@ from octavo.kernels.cpu.linear import KEPT_TYPES, Codes, CpuQuantizedWeight, ggu
 from octavo.kernels.torch_backend import from_torch  # noqa: E402
 from octavo.kernels.weight_rows import GGUFRows  # noqa: E402
 from tests.kernels import torch_facade  # noqa: E402
+from tests.kernels.quantized_codes import dequantize_codes  # noqa: E402
 
 #: Values of K that share a scale; of q8_channel any K will do.
 GROUPS = {"q8_channel": 1, "q8_32": 32, "q8_128": 128, "q4_32": 32, "q4_128": 128, "q4_1": 32, "q4_k": 256}
@@ -39,10 +42,8 @@ def codes_of(weight: Tensor, kind: str, group: int | None) -> Codes:
 @pytest.fixture(autouse=True)
 def _same_each_time() -> Iterator[None]:
     torch.manual_seed(0)
-    isa, threads = _cpu.isa(), _cpu.num_threads()
-    yield
-    _cpu.choose_isa(isa)
-    _cpu.set_threads(threads)
+    with cpu_settings():
+        yield
 
 
 @pytest.fixture(params=_cpu.available_isas().integers)
@@ -272,7 +273,7 @@ def test_gguf_blocks_keep_their_values(kind: str) -> None:
         rows[:, start : start + 2 * halves] = random.standard_normal((9, halves)).astype(np.float16).view(np.uint8)
     values = dequantize(rows, GGMLQuantizationType[kind])
     weight = gguf_weight(kind, rows, 3 * block)
-    assert np.array_equal(weight.dequantize(), values)
+    assert np.array_equal(dequantize_codes(weight), values)
     assert np.allclose(exact_weights(weight), values, rtol=1e-6, atol=1e-6)
     x = torch.randn(5, 3 * block)
     layer: Any = KERNELS.pack([GGUFRows(kind, rows, 3 * block, block)])
@@ -316,7 +317,7 @@ def test_weights_are_quantised_to_the_nearest_codes(kind: str, group: int | None
         quantized.append(codes_of(weight, kind, group))
     result = quantized[0]
     assert all(np.array_equal(q.codes, result.codes) and np.array_equal(q.scales, result.scales) for q in quantized)
-    errors = (torch.from_numpy(result.dequantize()) - weight.float()).view(19, -1, group or 256)
+    errors = (torch.from_numpy(dequantize_codes(result)) - weight.float()).view(19, -1, group or 256)
     scales = torch.from_numpy(result.scales).float().view(19, -1, 1)
     codes = torch.from_numpy(result.codes).view_as(errors)
     inside = (codes > 0) & (codes < 15) if kind == "int4" else codes.abs() < 127
@@ -345,14 +346,14 @@ def test_4_bits_find_weights_that_lie_on_a_grid() -> None:
     codes = torch.randint(-8, 8, (10, 64), generator=torch.Generator().manual_seed(0)).float()
     codes[:, 0], codes[:, 32] = -8, -8
     weight = codes * 0.125
-    assert np.array_equal(codes_of(weight, "int4", 32).dequantize(), weight.numpy())
+    assert np.array_equal(dequantize_codes(codes_of(weight, "int4", 32)), weight.numpy())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e38])
 def test_weights_that_cannot_be_quantised_are_refused(bad: float) -> None:
     weight = torch.randn(4, 64)
     weight[2, 40] = bad
-    with pytest.raises(WeightError, match="infinite, not a number, or too great"):
+    with pytest.raises(WeightError, match="infinite"):
         codes_of(weight, "int4", 32)
 
 

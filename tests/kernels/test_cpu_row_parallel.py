@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.backends import cpu_settings
+
 _cpu: Any = pytest.importorskip("octavo._cpu", reason="octavo._cpu is not built")
 from octavo.kernels.torch_backend import from_torch, sum_as_tree  # noqa: E402
 from octavo.layers.layer import LayerContext  # noqa: E402
@@ -24,12 +26,9 @@ ROWS = 70
 
 
 @pytest.fixture(autouse=True)
-def one_thread_then_as_before() -> Iterator[None]:
-    isa, threads = _cpu.isa(), _cpu.num_threads()
-    _cpu.set_threads(1)  # ranks that are threads of one process cannot share the pool of threads
-    yield
-    _cpu.choose_isa(isa)
-    _cpu.set_threads(threads)
+def _one_thread() -> Iterator[None]:
+    with cpu_settings(threads=1):  # ranks that are threads of one process cannot share the pool of threads
+        yield
 
 
 @pytest.fixture(params=_cpu.available_isas().floats)

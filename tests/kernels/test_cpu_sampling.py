@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import special
 
+from tests.kernels.backends import cpu_settings
+
 _cpu: Any = pytest.importorskip("octavo._cpu")
 
-from octavo.kernels import sampling as noise  # noqa: E402
+from octavo.kernels import sampling  # noqa: E402
 from octavo.kernels.cpu.sampling import choose_tokens, token_logprobs  # noqa: E402
 from octavo.kernels.sampling import FILTERS, Filters, NumpySampling, pack_mask  # noqa: E402
 
@@ -28,11 +30,8 @@ sizes = st.one_of(st.sampled_from(SIZES), st.integers(1, 600))
 
 @pytest.fixture(params=_cpu.available_isas().floats, autouse=True, scope="module")
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    before, threads = _cpu.isa(), _cpu.num_threads()
-    _cpu.choose_isa(request.param)
-    yield
-    _cpu.choose_isa(before)
-    _cpu.set_threads(threads)
+    with cpu_settings(isa=request.param):
+        yield
 
 
 def gaussian(seed: int, *shape: int, scale: float = 3.0) -> NDArray[np.float32]:
@@ -44,7 +43,7 @@ def records(*filters: Filters, vocab: int) -> NDArray[np.void]:
 
 
 def keys(count: int, seed: int = 0) -> NDArray[np.uint32]:
-    return noise.keys(np.arange(seed, seed + count, dtype=np.uint64), np.full(count, 5))
+    return sampling.keys(np.arange(seed, seed + count, dtype=np.uint64), np.full(count, 5))
 
 
 def drawn_by_numpy(

@@ -20,8 +20,7 @@ from torch import Tensor
 from octavo.config.kv_spec import KVSpec
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
-from octavo.kernels import load_kernels
-from octavo.kernels import reference as torch_attention
+from octavo.kernels import load_kernels, reference
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Activation, AttentionSpec, LayerCache
 from octavo.kernels.reference import ReferenceKernels
@@ -162,7 +161,7 @@ def test_attention_is_that_of_each_token_over_its_own_context(case: Case) -> Non
 def test_attention_in_slices_is_the_same(case: Case, limit: int) -> None:
     step = build(case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_attention, "_MAX_ELEMENTS", limit)
+        patch.setattr(reference, "_MAX_ELEMENTS", limit)
         out = KERNELS.paged_attention(step.q, step.cache, step.batch, case.spec(0.5))
     np.testing.assert_allclose(out.numpy(), attend(case, step, 0.5), atol=2e-6, rtol=1e-5)
 

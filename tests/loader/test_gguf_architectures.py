@@ -352,7 +352,7 @@ def test_matrices_come_in_the_files_own_blocks(tmp_path: Path, case: str) -> Non
         (
             lambda t: t.update({"blk.1.ffn_up_exps.weight": np.zeros((3, 96, 64), np.float32)}),
             WeightError,
-            r"ffn_up_exps\.weight' has shape \[3, 96, 64\], expected \[4, 96, 64\]",
+            r"ffn_up_exps\.weight' has shape \[3, 96, 64\], not \[4, 96, 64\]",
         ),
         (
             lambda t: t.update({"blk.0.ffn_gate_exps.bias": np.zeros((4, 96), np.float32)}),

@@ -254,7 +254,7 @@ def test_the_file_type_is_told(tmp_path: Path, tiny_llama: Any) -> None:
         ({"llama.attention.clamp_kqv": 8.0}, "clamp_kqv"),
         ({"llama.final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"llama.rope.dimension_count": 32}, "rotated whole"),
-        ({"llama.attention.value_length": 32}, "keys and of values"),
+        ({"llama.attention.value_length": 32}, "key and value heads"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
         ({"llama.attention.head_count_kv": [2, 4]}, "differs between layers"),
         ({"general.architecture": "starcoder2"}, "'starcoder2' is not supported; supported: llama, .*gemma3"),

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.core.errors import TokenizerError, UnsupportedModelError
 from octavo.engine.tokenizer import TextStream, load_tokenizer
-from tests.loader.test_sentencepiece_model import CHARSMAP, CONTROL, NORMAL, PIECES, UNKNOWN, message, model_bytes
+from tests.loader.test_sentencepiece import CHARSMAP, CONTROL, NORMAL, PIECES, UNKNOWN, message, model_bytes
 
 TARGET = [*"▁abcdefghijklmnopqrstuvwz", "▁die", "▁welt", "hallo", "▁hallo", "ein", "▁ein"]
 #: Without two pieces of the source, and with one that neither model has.

@@ -15,8 +15,8 @@ from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.loader.weights import load_model
 from octavo.models.config_files import ConfigReader, decoder_fields, read_activation, read_model_config, rotary_fields
-from tests.models import test_bloom, test_falcon, test_gpt2, test_opt
-from tests.models.test_networks import PROMPT, tensor_parallel_logits
+from tests.models.test_gpt import bloom_config, falcon_config, gpt2_config, opt_config
+from tests.models.test_network import PROMPT, tensor_parallel_logits
 from tests.models.test_pipeline_stages import WHOLE, Chain
 from tests.models.zoo import Zoo, assert_same, logits_of
 
@@ -28,17 +28,17 @@ def gptj() -> Any:
 
 
 def opt_350m() -> Any:
-    return test_opt.config(do_layer_norm_before=False, word_embed_proj_dim=32)
+    return opt_config(do_layer_norm_before=False, word_embed_proj_dim=32)
 
 
 @pytest.mark.parametrize(
     ("config", "size"),
     [
-        (test_gpt2.config, 2),
+        (gpt2_config, 2),
         (opt_350m, 2),
         (gptj, 2),  # 101 rows of a head with a bias
-        (test_bloom.config, 3),  # two slopes each
-        (test_falcon.config, 2),  # a KV head that both ranks hold
+        (bloom_config, 3),  # two slopes each
+        (falcon_config, 2),  # a KV head that both ranks hold
     ],
 )
 def test_tensor_parallel_workers_together_compute_the_network(
@@ -48,7 +48,7 @@ def test_tensor_parallel_workers_together_compute_the_network(
     assert_same(tensor_parallel_logits(zoo.folder, driver, size, DType.FLOAT32), expected)
 
 
-@pytest.mark.parametrize("config", [test_gpt2.config, opt_350m, test_bloom.config])
+@pytest.mark.parametrize("config", [gpt2_config, opt_350m, bloom_config])
 def test_stages_together_are_the_whole_bit_for_bit(config: Callable[[], Any], zoo: Zoo, driver: Any) -> None:
     zoo.save(config())
     read = read_model_config(zoo.folder)
@@ -62,7 +62,7 @@ def test_impossible_settings_are_named() -> None:
     reader = ConfigReader({**shape, "max_position_embeddings": 8, "act": "mish"}, Path("config.json"))
     with pytest.raises(ConfigError, match=r"hidden_size \(48\) must be a multiple of num_attention_heads \(7\)"):
         decoder_fields(reader)
-    with pytest.raises(ConfigError, match=r"partial_rotary_factor \(0.25\) of 20 dim.*even number of them, not 5"):
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor \(0.25\) rotates 5 of 20"):
         rotary_fields(reader.with_defaults(partial_rotary_factor=0.25), 20)
     with pytest.raises(UnsupportedModelError, match="act='mish' is not supported; supported: gelu, gelu_new"):
         read_activation(reader, "act", "gelu")

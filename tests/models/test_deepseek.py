@@ -19,7 +19,7 @@ from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
 from octavo.models.deepseek import DeepseekConfig
 from octavo.models.network import build_without_weights
-from tests.models.test_networks import tensor_parallel_logits
+from tests.models.test_network import tensor_parallel_logits
 from tests.models.zoo import (
     PARAMS,
     PROMPT,

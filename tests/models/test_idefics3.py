@@ -136,7 +136,7 @@ def test_places_at_boundaries_fall_where_those_of_torch_do(side: int) -> None:
 def test_other_pieces_are_refused(tmp_path: Path, height: int, width: int) -> None:
     save_idefics3(tmp_path)
     tower = TowerDriver.load(tmp_path, next(backends())).tower
-    with pytest.raises(InvalidRequestError, match=rf"multiples of 10, at most 30: not {height} x {width}"):
+    with pytest.raises(InvalidRequestError, match=rf"multiples of 10 and at most 30, not {height} x {width}"):
         tower.prepare(random_image(1, height, width))
 
 

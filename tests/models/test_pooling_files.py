@@ -228,7 +228,7 @@ def test_what_a_cross_encoder_says(tmp_path: Path) -> None:
     [
         ("modules.json", {"a": 1}, "must hold a list of at most 16 modules"),
         ("modules.json", [{"type": TYPES + "Pooling", "path": "../x"}], "a path within it"),
-        ("modules.json", [{"type": TYPES + "LSTM", "path": "x"}], "modules of type 'LSTM' are not supported"),
+        ("modules.json", [{"type": TYPES + "LSTM", "path": "x"}], "the module 'LSTM' is not supported"),
         *(
             ("modules.json", [{"type": TYPES + kind, "path": "x"}], f"'{kind}'")
             for kind in ("LayerNorm", "CNN", "WordWeights", "BoW", "Router", "StaticEmbedding", "WeightedLayerPooling")

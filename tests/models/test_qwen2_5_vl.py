@@ -172,7 +172,7 @@ def test_texts_have_the_bits_of_a_network_without_such_positions(saved: tuple[Pa
 @pytest.mark.parametrize("side", [(30, 28), (28, 2), (4 * 8192, 4)])
 def test_other_sizes_are_refused(saved: tuple[Path, Any], side: tuple[int, int]) -> None:
     tower = TowerDriver.load(saved[0], next(backends())).tower
-    with pytest.raises(InvalidRequestError, match=rf"multiples of 4, at most 16384: not {side[0]} x {side[1]}"):
+    with pytest.raises(InvalidRequestError, match=rf"multiples of 4 and at most 16384, not {side[0]} x {side[1]}"):
         tower.prepare(random_image(1, *side))
 
 
@@ -209,9 +209,9 @@ def test_other_forms_of_checkpoints_are_read(saved: tuple[Path, Any], tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text_config": TEXT | {"rope_parameters": {"mrope_section": [1, 2, 2]}}}, "sum 6, half of a head, not"),
+        ({"text_config": TEXT | {"rope_parameters": {"mrope_section": [1, 2, 2]}}}, "mrope_section must sum to 6"),
         ({"text_config": TEXT | {"rope_parameters": {"mrope_section": "all"}}}, "list of numbers of pairs, not 'all'"),
-        ({"vision_config": VISION | {"out_hidden_size": 40}}, r"out_hidden_size \(40\) .* must be hidden_size \(48\)"),
+        ({"vision_config": VISION | {"out_hidden_size": 40}}, r"out_hidden_size \(40\) must be"),
         ({"vision_config": VISION | {"num_heads": 4}}, "multiple of 4 . num_heads"),
         ({"vision_config": VISION | {"fullatt_block_indexes": [4]}}, r"layers below 4, not \[4\]"),
         ({"vision_config": VISION | {"window_size": 3}}, r"at least that of a feature \(4\): 3"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,17 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return load_kernels(request.param, "cpu")
 
 
+def layers_of(kernels: Kernels, caches: Callable[[Sequence[int]], list[LayerCache]], block_bytes: int) -> Any:
+    return SimpleNamespace(kernels=kernels, make=caches, make_host=caches, group_bytes=lambda: [(block_bytes, None)])
+
+
 def make(kernels: Kernels, num_host_blocks: int = HOST_BLOCKS) -> CacheEngine:
     """Every byte of block ``b`` of layer ``l`` is ``16 * l + b`` (keys), or 8 more (values)."""
 
     def caches(blocks: Sequence[int]) -> list[LayerCache]:
         return kernels.make_group_cache(SPEC, LAYERS, blocks[0], 4)
 
-    block_bytes = LAYERS * kernels.block_bytes(SPEC, 4)
-    engine = CacheEngine(kernels, caches, caches, [block_bytes], [BLOCKS], [num_host_blocks])
+    engine = CacheEngine(layers_of(kernels, caches, LAYERS * kernels.block_bytes(SPEC, 4)), [BLOCKS], [num_host_blocks])
     for layer, cache in enumerate(engine.device):
         for block in range(BLOCKS):
             as_bytes(cache.key)[block] = 16 * layer + block
@@ -88,7 +92,7 @@ def test_what_swaps_took_is_told_once_with_their_bytes(kernels: Kernels) -> None
 
 def test_a_swap_of_no_bytes_tells_nothing(kernels: Kernels) -> None:
     """A pipeline stage without a layer of the group whose blocks move."""
-    engine = CacheEngine(kernels, lambda blocks: [], lambda blocks: [], [0], [BLOCKS], [HOST_BLOCKS])
+    engine = CacheEngine(layers_of(kernels, lambda blocks: [], 0), [BLOCKS], [HOST_BLOCKS])
     engine.move(StepPlan(step=1, blocks_to_swap_out=[(0, 3)]))
     assert engine.take_swaps() == []
 

@@ -16,15 +16,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.plan import NewSequence, PositionLogprobs
-from octavo.core.request import Generate
+from octavo.core.plan import PositionLogprobs
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.sampling import SamplingBackend, position_logprobs
 from octavo.kernels.torch_backend import TorchLogits
 from octavo.sampling.logits_processors import RowError, SamplerOutput, TokenMask
-from octavo.sampling.sampler import Sampler, TokenTable
-
-VOCAB = 200
+from tests.sampling.sampler_rows import VOCAB, Rows, failing, gaussian, greedy, shy
 
 
 @pytest.fixture(params=["numpy", "compiled"], autouse=True, scope="module")
@@ -53,57 +50,6 @@ def set_threads(count: int) -> None:
     torch.set_num_threads(count)
     if importlib.util.find_spec("octavo._cpu") is not None:
         importlib.import_module("octavo._cpu").set_threads(count)
-
-
-class Rows:
-    """A sampler and its table, as the runner uses them."""
-
-    make_backend: Callable[[int], SamplingBackend] = TorchLogits
-
-    def __init__(self, rows: int = 8, vocab: int = VOCAB, max_len: int = 64) -> None:
-        self.tokens = TokenTable(rows, max_len)
-        self.sampler = Sampler(vocab, self.tokens, type(self).make_backend(vocab))
-
-    def add(
-        self,
-        row: int,
-        params: SamplingParams,
-        *,
-        prompt: list[int] | None = None,
-        outputs: list[int] | None = None,
-        seed: int = 0,
-        stop: list[int] | None = None,
-        bad_words: list[list[int]] | None = None,
-    ) -> None:
-        prompt, outputs = prompt or [1, 2, 3], outputs or []
-        known = prompt + outputs
-        self.tokens.ids[row, : len(known)] = known
-        self.tokens.num_tokens[row], self.tokens.num_prompt[row] = len(known), len(prompt)
-        task = Generate(params, seed, stop or [], bad_words or [])
-        self.sampler.add(row, NewSequence(row, known, len(prompt), 0, task))
-
-    def append(self, row: int, token: int) -> None:
-        self.tokens.ids[row, self.tokens.num_tokens[row]] = token
-        self.tokens.num_tokens[row] += 1
-
-    def step(self, logits: Tensor, rows: list[int]) -> SamplerOutput:
-        output = self.sampler.start(logits.clone(), np.array(rows)).wait()
-        for row, token in zip(rows, output.token_ids.tolist(), strict=True):
-            self.append(row, token)
-        return output
-
-    def one(self, logits: Tensor, row: int = 0) -> int:
-        output = self.step(logits[None], [row])
-        assert not output.errors
-        return int(output.token_ids[0])
-
-
-def gaussian(*shape: int, seed: int = 0, scale: float = 2.0) -> Tensor:
-    return torch.from_numpy((np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32))
-
-
-def greedy(**options: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, **options)
 
 
 def descending(vocab: int = VOCAB) -> Tensor:
@@ -395,10 +341,6 @@ def test_logprobs_are_the_same_finite_numbers_whatever_the_logits(logits: list[f
 # Errors
 
 
-def failing(outputs: list[int], logits: Tensor) -> Tensor:
-    raise RuntimeError("out of ideas")
-
-
 BAD: dict[str, tuple[SamplingParams, str]] = {
     "raises": (greedy(logits_processors=[failing]), "failing failed: RuntimeError: out of ideas"),
     "wrong arguments": (greedy(logits_processors=[lambda: 0]), "TypeError"),
@@ -494,10 +436,6 @@ def test_a_removed_row_asks_for_nothing() -> None:
 
 
 # Independence of the batch
-
-
-def shy(outputs: list[int], logits: Tensor) -> Tensor:
-    return logits - 0.5 * (torch.arange(len(logits)) % 7 == len(outputs) % 7)
 
 
 REQUESTS: list[tuple[SamplingParams, dict[str, Any]]] = [

@@ -865,14 +865,14 @@ def check_preparations(queues: SchedulingState) -> None:
     for pool in queues.preparations.pools.values():
         groups = {gid: {p.key for p in g.preparations if p.kind == pool.kind} for gid, g in queues.groups.items()}
         running = {g.group_id for g in queues.running}
-        for key, thing in pool.things.items():
+        for key, thing in pool.by_key.items():
             users = {gid for gid, keys in groups.items() if key in keys}
             assert set(thing.waiting) == users - running and thing.num_running == len(users & running)
             assert not thing.num_running or thing.state is PreparationState.READY
             assert users or thing.pinned or thing.state is not PreparationState.WANTED
             assert (key in pool.wanted) == (thing.state is PreparationState.WANTED and bool(thing.waiting))
-        assert all(keys <= set(pool.things) for keys in groups.values())
-        in_memory = [t for t in pool.things.values() if t.state is not PreparationState.WANTED]
+        assert all(keys <= set(pool.by_key) for keys in groups.values())
+        in_memory = [t for t in pool.by_key.values() if t.state is not PreparationState.WANTED]
         assert pool.num_in_memory == len(in_memory)
         assert pool.num_preparing == sum(t.state is PreparationState.PREPARING for t in in_memory)
         held = sum(thing.preparation.size for thing in in_memory)

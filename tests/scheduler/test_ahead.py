@@ -6,29 +6,21 @@ from typing import Any
 
 import pytest
 
-from octavo.config.options import SchedulerOptions
 from octavo.core.plan import StepPlan
 from octavo.core.request import Beam, EngineCoreRequest, Generate, SequenceStatus
-from octavo.core.sampling_params import BeamSearchParams, SamplingParams
-from octavo.memory.block_manager import BlockManager
+from octavo.core.sampling_params import BeamSearchParams
+from tests.scheduler import builders
 from tests.scheduler.fake_worker import Engine, check_accounting, check_nothing_held, hypotheses_alone, tokens_alone
 
-BLOCK = 4
+BLOCK = builders.BLOCK
 
 
 def make(blocks: int = 64, host: int = 0, *, depth: int = 2, caching: bool = False, **options: Any) -> Engine:
-    manager = BlockManager(blocks, BLOCK, num_host_blocks=host, prefix_caching=caching)
-    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "aging_limit": None}
-    return Engine(manager, SchedulerOptions(**{**defaults, **options}), blocks * BLOCK, max_in_flight=depth)
+    return builders.make(blocks, host, depth=depth, prefix_caching=caching, **options)
 
 
 def request(group_id: int, prompt: int, max_tokens: int | None = 8, n: int = 1, **params: Any) -> EngineCoreRequest:
-    """Does not stop by itself; prompts have nothing in common."""
-    return EngineCoreRequest(
-        group_id=group_id,
-        prompt_token_ids=[100 * group_id + i for i in range(prompt)],
-        task=Generate(SamplingParams(n=n, max_tokens=max_tokens, **params), group_id),
-    )
+    return builders.request(group_id, prompt, max_tokens, n, **params)
 
 
 def in_flight(engine: Engine) -> list[StepPlan]:

@@ -11,7 +11,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Running:
     process: subprocess.Popen[bytes]
     url: str
     log: Path
+    model: str
 
     def client(self, **options: Any) -> OpenAI:
         connections = OpenAIConnections(verify=certificates())
@@ -53,6 +54,18 @@ class Running:
 
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(**{"base_url": self.url, "timeout": PATIENCE, "verify": certificates(), **options})
+
+    def post(self, path: str, **body: Any) -> Any:
+        """The JSON of the response, whose status must be 200."""
+        with self.http() as http:
+            response = http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def complete(self, **fields: Any) -> dict[str, Any]:
+        """The first choice of ``/v1/completions``."""
+        choice: dict[str, Any] = self.post("/v1/completions", **fields)["choices"][0]
+        return choice
 
     @property
     def address(self) -> tuple[str, int]:
@@ -102,6 +115,10 @@ class Running:
         return self.process.wait(PATIENCE)
 
 
+#: Starts servers: the type of the fixtures ``serve``, ``start_server`` and ``start_module_server``.
+Serve = Callable[..., Running]
+
+
 def start(model: Path | str, log: Path, *flags: str, env: dict[str, str] | None = None) -> Running:
     """Starts a server and waits until it answers."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("OCTAVO_") or key == "OCTAVO_CACHE"}
@@ -118,7 +135,7 @@ def start(model: Path | str, log: Path, *flags: str, env: dict[str, str] | None 
             process.kill()
             raise AssertionError(f"the server did not start: {log.read_text(errors='replace')}")
         time.sleep(0.05)
-    return Running(process, found.group(1), log)
+    return Running(process, found.group(1), log, str(model))
 
 
 @contextlib.contextmanager
@@ -130,3 +147,18 @@ def running(model: Path | str, log: Path, *flags: str, env: dict[str, str] | Non
     finally:
         server.process.kill()
         server.process.wait()
+
+
+def check_refusal(
+    response: httpx.Response, status: int = 400, *words: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Checks a response in OpenAI's error format, which reveals nothing internal; returns the error."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    assert all(word in error["message"] for word in words), error
+    assert param is None or error["param"] == param, error
+    assert code is None or error["code"] == code, error
+    assert "Traceback" not in response.text and ".py" not in response.text
+    return error

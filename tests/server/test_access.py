@@ -10,7 +10,6 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,13 @@ from octavo.core.errors import ConfigError
 from octavo.server.http.middleware import read_api_keys
 from octavo.server.serve import listening_socket
 from tests.busy_machine import PATIENCE, eventually
-from tests.server.running_server import Running
+from tests.server.running_server import Running, Serve
 
 
 def make_options(**values: object) -> ServerOptions:
     return resolve_server_options(values, environ={})
 
 
-Serve = Callable[..., Running]
 BODY = {"prompt": "hello", "max_tokens": 2}
 #: Takes long enough to be caught at it: the tiny model's whole context.
 LONG = {"prompt": "x", "max_tokens": 250, "ignore_eos": True, "temperature": 0}

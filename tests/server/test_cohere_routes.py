@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from octavo.server.cohere import CohereChat, CohereEmbeddings
+from tests.server.answers import answer_of
 from tests.server.running_server import Running
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -35,9 +36,7 @@ def client(server: Running) -> Any:
 
 def chat_of(server: Running, **fields: Any) -> Any:
     with server.http() as http:
-        answer = http.post("/v1/chat/completions", json={"messages": HELLO, **GREEDY, **fields})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+        return answer_of(http, "/v1/chat/completions", **{"messages": HELLO, **GREEDY, **fields})
 
 
 def test_a_chat_is_that_of_the_other_routes(tiny_server: Running) -> None:

@@ -15,8 +15,7 @@ TEXTS = ["the river", "bread and butter", "a long text about rivers"]
 
 
 def plain(server: Running, **body: Any) -> np.ndarray:
-    with server.http() as http:
-        answer = http.post("/v1/embeddings", json=body).json()
+    answer = server.post("/v1/embeddings", **body)
     return np.array([entry["embedding"] for entry in answer["data"]], np.float32)
 
 

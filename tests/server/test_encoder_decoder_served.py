@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from octavo import LLM, SamplingParams
 from tests.engine.test_encoder_decoders import marian_with_text
 from tests.models.seq2seq import save_seq2seq
 from tests.models.test_bart import bart
-from tests.server.running_server import TINY, Running, running
+from tests.server.answers import answer_of
+from tests.server.running_server import TINY, Running, Serve, running
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -34,10 +34,8 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    with running(folder, log, *TINY, "--dtype", "float32") as started:
-        yield started
+def server(folder: Path, start_module_server: Serve) -> Running:
+    return start_module_server(folder, "--dtype", "float32")
 
 
 def test_prompts_of_all_forms(server: Running, folder: Path) -> None:
@@ -61,9 +59,8 @@ def test_prompts_of_all_forms(server: Running, folder: Path) -> None:
 
 
 def complete(server: Running, prompt: Any, status: int = 200, **fields: Any) -> Any:
-    response = server.http().post("/v1/completions", json={"prompt": prompt, **GREEDY, **fields})
-    assert response.status_code == status, response.text
-    return response.json()
+    with server.http() as http:
+        return answer_of(http, "/v1/completions", status=status, **{"prompt": prompt, **GREEDY, **fields})
 
 
 def test_a_stream_and_several_choices_and_beams(server: Running) -> None:

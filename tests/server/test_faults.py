@@ -22,9 +22,8 @@ import pytest
 from octavo.lab.bench.chaos_processes import open_descriptors, server_processes
 from tests.busy_machine import PATIENCE, eventually
 from tests.server.openai_judge import events
-from tests.server.running_server import TINY, Running, start
+from tests.server.running_server import TINY, Running, Serve, start
 
-Serve = Callable[..., Running]
 #: Minutes of work for the demo model.
 ENDLESS: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True}
 #: With one sequence at a time, a minute or more of the tiny model's.
@@ -396,7 +395,7 @@ def test_a_full_disk_for_the_log_holds_up_nothing(serve: Serve, tiny_model: Path
     command = [sys.executable, "-m", "octavo", "serve", str(tiny_model), "--port", "0"]
     process = subprocess.Popen([*command, "--log-file", str(tmp_path / "log"), *TINY])
     try:
-        server = Running(process, f"http://127.0.0.1:{port_of(process)}", tmp_path / "none")
+        server = Running(process, f"http://127.0.0.1:{port_of(process)}", tmp_path / "none", str(tiny_model))
         with server.http() as http:
             eventually(lambda: http.get("/health").status_code == 200)
         assert post(server, {"prompt": "a", "max_tokens": 2}).status_code == 200

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server.answers import answer_of
 from tests.server.running_server import Running
 
 TEXT = "/v1/completions"
@@ -19,10 +20,8 @@ def server(special_server: Running) -> Running:
 
 def complete(server: Running, **body: Any) -> dict[str, Any]:
     with server.http() as http:
-        response = http.post(TEXT, json={"max_tokens": 8, "temperature": 0, **body})
-    assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json()
-    return found
+        answer: dict[str, Any] = answer_of(http, TEXT, **{"max_tokens": 8, "temperature": 0, **body})
+    return answer
 
 
 def texts(answer: dict[str, Any]) -> list[str]:

@@ -6,16 +6,14 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
 from octavo.server.page import FOLDER, MEDIA_TYPES, POLICY, ui_files
-from tests.server.running_server import Running
+from tests.server.running_server import Serve
 
-Serve = Callable[..., Running]
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 #: Bytes of all files together.
 MOST = 250_000

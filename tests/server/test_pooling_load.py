@@ -7,14 +7,13 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.busy_machine import PATIENCE
-from tests.server.running_server import TINY, Running, running
+from tests.server.running_server import Running, Serve
 
 CLIENTS = 64
 SECONDS = float(os.environ.get("OCTAVO_LOAD_SECONDS", "120"))
@@ -24,12 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 600)]
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    log = tmp_path_factory.mktemp("load") / "log"
-    with running(
-        tiny_model, log, *TINY, "--served-model-name", "tiny", "--max-connections-per-address", "200"
-    ) as server:
-        yield server
+def server(tiny_model: Path, start_module_server: Serve) -> Running:
+    return start_module_server(tiny_model, "--served-model-name", "tiny", "--max-connections-per-address", "200")
 
 
 def test_nothing_is_lost(server: Running) -> None:

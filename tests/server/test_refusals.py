@@ -6,29 +6,15 @@ import json
 import socket
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from tests.busy_machine import PATIENCE
-from tests.server.running_server import Running
+from tests.server.running_server import Running, check_refusal
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-
-
-def refused(response: httpx.Response, status: int, *words: str, param: str | None = None) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    body = response.json()
-    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
-    error: dict[str, Any] = body["error"]
-    for word in words:
-        assert word in error["message"], error
-    if param is not None:
-        assert error["param"] == param
-    assert "Traceback" not in response.text and ".py" not in response.text
-    return error
 
 
 @pytest.mark.parametrize(
@@ -73,10 +59,10 @@ def test_a_wrong_parameter_is_named(
 ) -> None:
     body = {**HELLO, **fields} if route == CHAT else {"prompt": "hello", **fields}
     with tiny_server.http() as http:
-        refused(http.post(route, json=body), 400, *words, param=param)
+        check_refusal(http.post(route, json=body), 400, *words, param=param)
         if "stream_options" not in fields:
             # An error before the first token has its status in a stream too.
-            refused(http.post(route, json={**body, "stream": True}), 400, *words, param=param)
+            check_refusal(http.post(route, json={**body, "stream": True}), 400, *words, param=param)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +86,7 @@ def test_a_wrong_parameter_is_named(
 )
 def test_a_chat_that_cannot_be_had_is_refused(tiny_server: Running, fields: dict[str, Any], param: str | None) -> None:
     with tiny_server.http() as http:
-        refused(http.post(CHAT, json={**HELLO, **fields}), 400, param=param)
+        check_refusal(http.post(CHAT, json={**HELLO, **fields}), 400, param=param)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +115,7 @@ def test_a_prompt_that_cannot_be_served_is_refused(
     tiny_server: Running, fields: dict[str, Any], words: list[str]
 ) -> None:
     with tiny_server.http() as http:
-        refused(http.post(TEXT, json=fields), 400, *words)
+        check_refusal(http.post(TEXT, json=fields), 400, *words)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +149,7 @@ def test_garbage_is_refused_and_the_server_goes_on(tiny_server: Running, body: b
     with tiny_server.http() as http:
         for route in (TEXT, CHAT, "/tokenize", "/detokenize"):
             response = http.post(route, content=body, headers=headers)
-            refused(response, response.status_code)
+            check_refusal(response, response.status_code)
         assert http.get("/health").status_code == 200
 
 
@@ -178,15 +164,17 @@ def test_a_body_that_does_not_say_it_is_json_is_refused_as_web_pages_can_send_su
     with tiny_server.http() as http:
         for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
             response = http.post(TEXT, content=b'{"prompt": "a"}', headers={"Content-Type": content_type})
-            refused(response, 400, "Content-Type: application/json")
+            check_refusal(response, 400, "Content-Type: application/json")
 
 
 def test_unknown_addresses_methods_and_models_have_their_status(tiny_server: Running) -> None:
     with tiny_server.http() as http:
-        refused(http.get("/v2/completions"), 404)
-        refused(http.get(TEXT), 405)
-        assert refused(http.post(TEXT, json={"model": "gpt-x", "prompt": "a"}), 404, "gpt-x", "tiny", param="model")
-        refused(http.get("/v1/models/a/b"), 404, "a/b")
+        check_refusal(http.get("/v2/completions"), 404)
+        check_refusal(http.get(TEXT), 405)
+        assert check_refusal(
+            http.post(TEXT, json={"model": "gpt-x", "prompt": "a"}), 404, "gpt-x", "tiny", param="model"
+        )
+        check_refusal(http.get("/v1/models/a/b"), 404, "a/b")
     with tiny_server.client() as client, pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="gpt-x", messages=[{"role": "user", "content": "a"}])
     assert caught.value.code == "model_not_found"
@@ -195,7 +183,7 @@ def test_unknown_addresses_methods_and_models_have_their_status(tiny_server: Run
 @pytest.mark.parametrize("tokens", [[10**30], [-1], [258], [2**31 - 1], ["a"], None])
 def test_ids_that_are_no_tokens_have_no_text(tiny_server: Running, tokens: Any) -> None:
     with tiny_server.http() as http:
-        refused(http.post("/detokenize", json={"tokens": tokens}), 400)
+        check_refusal(http.post("/detokenize", json={"tokens": tokens}), 400)
 
 
 def test_a_prompt_of_special_tokens_only_is_served(tiny_server: Running) -> None:

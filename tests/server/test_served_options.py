@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.server.running_server import TINY, Running, running
-from tests.server.test_request_fields import CHAT, TEXT, prompt_of, send, text_of
+from tests.server.test_fields import CHAT, TEXT, prompt_of, send, text_of
 from tests.server.test_streams import ask, stream, texts
 
 #: Of the small model's tokens, printable ones: their text gives the same tokens again.

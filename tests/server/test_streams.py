@@ -74,11 +74,7 @@ def test_no_part_of_a_character_is_ever_shown(tiny_server: Running) -> None:
 
 
 def ask(server: Running, prompt: str, **fields: Any) -> dict[str, Any]:
-    with server.http() as http:
-        answer = http.post("/v1/completions", json={"prompt": prompt, **fields})
-    assert answer.status_code == 200, answer.text
-    choice: dict[str, Any] = answer.json()["choices"][0]
-    return choice
+    return server.complete(prompt=prompt, **fields)
 
 
 def ask_streamed(server: Running, prompt: str, **fields: Any) -> dict[str, Any]:

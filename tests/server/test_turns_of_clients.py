@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from octavo.core.errors import ClientLimitError, SandboxError
 from octavo.server.http.errors import as_api_error
 from octavo.server.http.middleware import client_of
 from tests.busy_machine import PATIENCE
-from tests.server.running_server import TINY, Running, running
+from tests.server.running_server import Running, Serve
 
 CHAT = "/v1/chat/completions"
 MOST_QUEUED = 8
@@ -37,14 +37,11 @@ SLOW_ONES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(tiny_model: Path, start_module_server: Serve) -> Running:
     flags = ["--max-queued-requests", str(MOST_QUEUED), "--structured-outputs-compile-seconds", "1000"]
     flags += ["--sandbox-seconds-per-client", "2", "--trust-request-chat-template"]
-    log = tmp_path_factory.mktemp("turns") / "log"
-    with running(
-        tiny_model, log, *TINY, *flags, env={"OCTAVO_API_KEYS": ",".join([*SLOW_ONES, "b", "c", "d"])}
-    ) as server:
-        yield server
+    keys = ",".join([*SLOW_ONES, "b", "c", "d"])
+    return start_module_server(tiny_model, *flags, env={"OCTAVO_API_KEYS": keys})
 
 
 @contextlib.asynccontextmanager

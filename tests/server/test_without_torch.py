@@ -33,10 +33,7 @@ def without_torch(tmp_path: Path) -> dict[str, str]:
 
 def answer(server: Running, **fields: Any) -> tuple[str, list[float]]:
     """Text and logprobs."""
-    with server.http() as http:
-        response = http.post("/v1/completions", json={**PROMPT, **fields})
-    assert response.status_code == 200, response.text
-    choice = response.json()["choices"][0]
+    choice = server.complete(**{**PROMPT, **fields})
     return choice["text"], choice["logprobs"]["token_logprobs"]
 
 

@@ -103,7 +103,7 @@ def test_what_the_sandbox_stops_is_an_error_about_the_recording(failure: str, pr
 
 
 def test_what_the_server_lacks_is_not_the_recordings_fault() -> None:
-    answer = msgspec.msgpack.encode(audio_reader._Answer(error="pip install it", is_config=True))
+    answer = msgspec.msgpack.encode((None, "pip install it", True))
     with pytest.raises(ConfigError, match="pip install it"):
         audio_reader._read("talk", SandboxAnswer(answer))
 

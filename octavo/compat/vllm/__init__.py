@@ -3,9 +3,8 @@
 >>> import octavo.compat.vllm as vllm
 >>> from octavo.compat.vllm.engine.arg_utils import EngineArgs
 
-A script that is left as it is runs with ``python -m octavo.compat.vllm script.py``, or after ``install()``, from which
-on ``vllm`` is this package. What it serves is the table of ``served_modules``; what has no counterpart is refused with
-what Octavo has instead.
+An unchanged script runs with ``python -m octavo.compat.vllm script.py``, or after ``install()``, which makes this
+package importable as ``vllm``. ``importer.py`` has the table of modules and names: read it first.
 """
 
 from __future__ import annotations

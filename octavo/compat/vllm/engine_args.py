@@ -9,7 +9,7 @@ import functools
 import json
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,12 +20,12 @@ from octavo.config.sources import parse_option, resolve_config
 from octavo.core.errors import ConfigError
 from octavo.core.request import FOREIGN_OPTIONS, OTHER_NAMES
 
-#: Flags of one letter or two that vLLM has.
+#: vLLM's short flags.
 _SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
 
 
 def _defaults() -> dict[str, Any]:
-    """The default of every option: Octavo's own, and for those of vLLM alone what is done anyway."""
+    """The default of every option of Octavo and of vLLM."""
     own = {
         name: None if field.is_required() else field.get_default(call_default_factory=True)
         for name, field in EngineConfig.model_fields.items()
@@ -37,29 +37,25 @@ def _defaults() -> dict[str, Any]:
 DEFAULTS = _defaults()
 
 
-def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options without those that are as they are by default: a file or a variable may set these."""
+def non_default_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that differ from the defaults; a file or variable may set the others."""
     return {name: value for name, value in options.items() if name not in DEFAULTS or value != DEFAULTS[name]}
 
 
 class _EngineArgs:
     """Methods of ``EngineArgs``, whose fields are the options of ``LLM``."""
 
-    def given(self) -> dict[str, Any]:
-        """The options that are not as they are by default."""
-        return given_options({name: getattr(self, name) for name in DEFAULTS})
+    def non_default(self) -> dict[str, Any]:
+        """The options that differ from the defaults."""
+        return non_default_options({name: getattr(self, name) for name in DEFAULTS})
 
     def create_engine_config(self, *_: object, **__: object) -> EngineConfig:
-        """The engine's options, with those of files and variables.
-
-        Raises:
-            ConfigError: an option is wrong, or there is no model.
-        """
-        return resolve_config({name: value for name, value in self.given().items() if name != "profiler_config"})
+        """The engine's options, with those of files and variables."""
+        return resolve_config({name: value for name, value in self.non_default().items() if name != "profiler_config"})
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Adds a flag for each option; what is parsed has the default of each that is not given."""
+        """Adds a flag for each option, with its default."""
         for name, default in DEFAULTS.items():
             flags = [f"--{name.replace('_', '-')}", *([_SHORT[name]] if name in _SHORT else [])]
             if not {*flags} & parser._option_string_actions.keys():
@@ -74,23 +70,16 @@ class _EngineArgs:
 
 def _kind(name: str) -> dict[str, Any]:
     field, foreign = EngineConfig.model_fields.get(name), FOREIGN_OPTIONS.get(name)
-    if field is None:
-        boolean = foreign is not None and foreign.boolean
-        return {"action": argparse.BooleanOptionalAction} if boolean else {"type": _reader(name), "metavar": "VALUE"}
-    if field.annotation is bool:
+    if (field is not None and field.annotation is bool) or (foreign is not None and foreign.boolean):
         return {"action": argparse.BooleanOptionalAction}
-    if list[str] in typing.get_args(field.annotation):
+    if field is not None and list[str] in typing.get_args(field.annotation):
         return {"action": "append"}
-    return {"type": _reader(name), "metavar": "VALUE"}
+    return {"type": functools.partial(_read, name), "metavar": "VALUE"}
 
 
 def _help(name: str) -> str:
     field = EngineConfig.model_fields.get(name)
     return argparse.SUPPRESS if field is None else (field.description or "").replace("%", "%%")
-
-
-def _reader(name: str) -> Callable[[str], Any]:
-    return functools.partial(_read, name)
 
 
 def _read(name: str, text: str) -> Any:
@@ -114,9 +103,6 @@ EngineArgs = _make("EngineArgs")
 AsyncEngineArgs = _make("AsyncEngineArgs")
 
 
-# vLLM's parser of flags: underscores for hyphens, a file of options, and mappings written key by key.
-
-
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """Takes ``--max_model_len 8`` for ``--max-model-len``, ``--config FILE`` of YAML, and ``--option.key value``.
 
@@ -126,12 +112,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As usual, of arguments that are rewritten first."""
-        given = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(self._with_mappings(self._with_file(list(map(_hyphenated, given)))), namespace)
+        """Rewrites the arguments, then parses them."""
+        words = [_hyphenated(word) for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(self._with_mappings(self._with_file(words)), namespace)
 
     def _with_file(self, args: list[str]) -> list[str]:
-        """The options of the file before those of the command line."""
         if "--config" not in args or "--config" in self._option_string_actions:
             return args
         index = args.index("--config")
@@ -144,7 +129,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return [*_flags(content), *args[:index], *args[index + 2 :]]
 
     def _with_mappings(self, args: list[str]) -> list[str]:
-        """The arguments with ``--option.key value`` as one object for each option."""
+        """Turns ``--option.key value`` into one JSON object for each option."""
         plain: list[str] = []
         objects: dict[str, dict[str, Any]] = {}
         words = iter(args)
@@ -170,7 +155,6 @@ def _hyphenated(word: str) -> str:
 
 
 def _flags(options: dict[str, Any]) -> Iterator[str]:
-    """The options of a file as flags: a value that is true as a flag alone, a list as several words."""
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:

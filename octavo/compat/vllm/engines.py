@@ -1,4 +1,4 @@
-"""``LLM`` and ``LLMEngine`` with what vLLM's have beside Octavo's methods."""
+"""vLLM's ``LLM``, ``LLMEngine`` and ``AsyncLLM``: Octavo's classes with vLLM's further methods and argument order."""
 
 from __future__ import annotations
 
@@ -14,46 +14,40 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from octavo.compat.vllm.engine_args import given_options
+from octavo.compat.vllm.engine_args import non_default_options
 from octavo.compat.vllm.helpers import BatchProcessors, Metric, RequestFigures, VllmConfig, split_processors
 from octavo.config.sources import resolve_config
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.model_config import model_tasks
 from octavo.core.outputs import POOLING_TASKS, Pooled, PoolingKind, PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.core.outputs import PoolingParams as OctavoPoolingParams
-from octavo.core.outputs import PoolingParams as OwnParams
 from octavo.core.request import DEFAULT_OPTIONS, Prompt, RequestOptions
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.async_llm import AsyncLLM as OctavoAsyncLLM
 from octavo.engine.front_end import StatLogger
 from octavo.engine.llm import LLM as OctavoLLM
-from octavo.engine.llm import PoolingCalls
 from octavo.engine.llm_engine import LLMEngine as OctavoEngine
 from octavo.engine.model_files import find_files
 from octavo.kernels import require_torch, resolve_device
 from octavo.loader.resolve import resolve_model
 
 if TYPE_CHECKING:
-    from octavo.engine.pooling_inputs import PoolingInputs
+    from octavo.engine.input_processor import PoolingInputs
 
 
-# vLLM's parameters and options of pooling, as Octavo's.
+# ---- pooling
 
 _KINDS: dict[str, PoolingKind] = {"CLS": "cls", "LAST": "last", "MEAN": "mean"}
-#: Former names of ``use_activation``, of vectors (``normalize``) and of class scores.
+#: Former names of ``use_activation``.
 _ACTIVATIONS = ("normalize", "softmax", "activation")
-_NO_STEPS = "scores of tokens are given of all tokens (token_classify)"
+_NO_STEPS = "all tokens get scores (token_classify)"
 _NO_CHUNKS = "a text is computed as a whole"
 _NO_CALIBRATION = "class scores are as the model's files say"
 _FORMER_TASKS = {"embedding": "embed", "reward": "auto"}
 
 
-class PoolingParams(OwnParams, kw_only=True, omit_defaults=True):
-    """Octavo's parameters, with vLLM's further fields: names for the same, or such that decide nothing here.
-
-    Raises:
-        InvalidRequestError: a field asks for what there is not.
-    """
+class PoolingParams(OctavoPoolingParams, kw_only=True, omit_defaults=True):
+    """Octavo's parameters with vLLM's further fields: synonyms, and fields without effect or refused."""
 
     normalize: bool | None = None
     softmax: bool | None = None
@@ -68,11 +62,11 @@ class PoolingParams(OwnParams, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         try:
             self.use_activation = _activation(self)
-            _refuse(self, {"step_tag_id": _NO_STEPS, "returned_token_ids": _NO_STEPS, "extra_kwargs": "none is known"})
+            _refuse(self, {"step_tag_id": _NO_STEPS, "returned_token_ids": _NO_STEPS, "extra_kwargs": "there is none"})
         except ConfigError as e:
             raise InvalidRequestError(str(e)) from None
         for name in (*_ACTIVATIONS, "skip_reading_prefix_cache", "output_kind", "extra_kwargs"):
-            setattr(self, name, None)  # Octavo's fields say it now
+            setattr(self, name, None)  # use_activation holds the value
         self.requires_token_ids = False
         super().__post_init__()
 
@@ -83,7 +77,7 @@ class PoolingParams(OwnParams, kw_only=True, omit_defaults=True):
 
 @dataclasses.dataclass
 class PoolerConfig:
-    """How vectors and scores are made, where it is to be other than the model's files say."""
+    """Overrides how the model's files make vectors and scores."""
 
     task: str | None = None
     pooling_type: str | None = None
@@ -103,12 +97,8 @@ class PoolerConfig:
     step_tag_id: int | None = None
     returned_token_ids: list[int] | None = None
 
-    def apply(self, pooling: PoolingInputs) -> OwnParams:
-        """Sets how the model pools; what requests ask for that do not say otherwise.
-
-        Raises:
-            ConfigError: naming the field that asks for what there is not.
-        """
+    def apply(self, pooling: PoolingInputs) -> OctavoPoolingParams:
+        """Sets the model's pooling; returns the defaults of requests. Refuses unsupported fields."""
         _refuse(self, {"enable_chunked_processing": _NO_CHUNKS, "max_embed_len": _NO_CHUNKS})
         _refuse(self, dict.fromkeys(("logit_mean", "logit_sigma", "logit_bias", "logit_scale"), _NO_CALIBRATION))
         _refuse(self, {"step_tag_id": _NO_STEPS, "returned_token_ids": _NO_STEPS})
@@ -117,57 +107,48 @@ class PoolerConfig:
             if kind is None or (name != "seq_pooling_type" and kind == "ALL"):
                 continue
             if kind not in _KINDS or name == "tok_pooling_type":
-                known = "ALL" if name == "tok_pooling_type" else ", ".join(_KINDS)
-                raise ConfigError(f"pooler_config: {name} must be one of {known}, not {kind!r}")
+                kinds = "ALL" if name == "tok_pooling_type" else ", ".join(_KINDS)
+                raise ConfigError(f"pooler_config: {name} must be one of {kinds}, not {kind!r}")
             pooling.pooler = dataclasses.replace(pooling.pooler, kind=_KINDS[kind])
         try:
             if self.task is not None and self.task in POOLING_TASKS:
                 pooling.require(self.task)
-            params = OwnParams(dimensions=self.dimensions, use_activation=_activation(self))
+            return OctavoPoolingParams(dimensions=self.dimensions, use_activation=_activation(self))
         except InvalidRequestError as e:
             raise ConfigError(f"pooler_config: {e}") from None
-        return params
 
 
 class PoolingOptions:
-    """The options of an engine that are about pooling, taken out of all options and applied once it is made."""
+    """An engine's options of pooling: removed from its other options, and applied to the engine once it is made."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """Takes them out of ``options``, and gives the others the names that they have here.
-
-        Raises:
-            ConfigError: there are two configurations, or one is none.
-        """
-        given = [options.pop(name, None) for name in ("pooler_config", "override_pooler_config")]
-        configs = [config for config in given if config is not None]
+        """Removes the pooling options from ``options``, and renames the others to Octavo's names."""
+        values = [options.pop(name, None) for name in ("pooler_config", "override_pooler_config")]
+        configs = [config for config in values if config is not None]
         if len(configs) > 1:
             raise ConfigError("pooler_config and override_pooler_config are the same: give one of them")
         self._config = _as_config(configs[0]) if configs else None
-        #: What requests ask for that do not say otherwise.
-        self.defaults = OwnParams()
+        #: Defaults of requests.
+        self.defaults = OctavoPoolingParams()
         self._is_pooling = options.get("runner") == "pooling" or options.get("convert") == "embed"
         if options.get("task") in _FORMER_TASKS:
             options["task"] = _FORMER_TASKS[options["task"]]
         overrides = options.get("hf_overrides")
         if isinstance(overrides, Mapping) and "classifier_from_token" in overrides:
-            # A language model as a judge, which vLLM makes a class head of.
+            # A language model as a yes/no judge; vLLM turns it into a classifier.
             options["hf_overrides"] = {name: value for name, value in overrides.items() if name != "architectures"}
             options["task"] = "score"
             self._is_pooling = False
 
     def apply(self, pooling: PoolingInputs) -> None:
-        """As the engine's requests are checked from now on.
-
-        Raises:
-            ConfigError: a field of the configuration asks for what there is not.
-        """
+        """Changes the engine's pooling, and the defaults of its requests."""
         if self._is_pooling and pooling.config.head == "lm" and "generate" in pooling.tasks:
             pooling.tasks = model_tasks(pooling.config, "embed")
         if self._config is not None:
             self.defaults = self._config.apply(pooling)
 
-    def filled(self, params: OwnParams) -> OwnParams:
-        """The parameters of a request with what the configuration says."""
+    def fill_defaults(self, params: OctavoPoolingParams) -> OctavoPoolingParams:
+        """A request's parameters with the configuration's defaults."""
         fields: dict[str, Any] = {}
         if params.use_activation is None:
             fields["use_activation"] = self.defaults.use_activation
@@ -177,7 +158,7 @@ class PoolingOptions:
 
 
 def with_tensors(outputs: Sequence[Pooled]) -> list[Pooled]:
-    """The outputs with tensors of torch, where it is installed, as scripts expect of ``encode``."""
+    """The outputs with torch tensors in place of NumPy arrays, if torch is installed."""
     if find_spec("torch") is not None:
         import torch
 
@@ -189,90 +170,47 @@ def with_tensors(outputs: Sequence[Pooled]) -> list[Pooled]:
 
 
 def print_embeddings(values: Sequence[float], prefix: str = "Embeddings") -> None:
-    """Prints the first numbers of a vector, and how many there are."""
+    """Prints the first four numbers and the size of a vector."""
     first = [str(value) for value in values[:4]] + (["..."] if len(values) > 4 else [])
     print(f"{prefix}: [{', '.join(first)}] (size={len(values)})")
 
 
-def _as_config(given: Any) -> PoolerConfig:
-    if isinstance(given, PoolerConfig):
-        return given
+def _as_config(config: Any) -> PoolerConfig:
+    if isinstance(config, PoolerConfig):
+        return config
     names = {field.name for field in dataclasses.fields(PoolerConfig)}
-    if not isinstance(given, Mapping) or not given.keys() <= names:
+    if not isinstance(config, Mapping) or not config.keys() <= names:
         raise ConfigError(
-            f"pooler_config must be a PoolerConfig or have its fields ({', '.join(names)}), not {given!r}"
+            f"pooler_config must be a PoolerConfig or have its fields ({', '.join(names)}), not {config!r}"
         )
-    return PoolerConfig(**given)
+    return PoolerConfig(**config)
 
 
-def _activation(given: Any) -> bool | None:
-    """What the fields that mean ``use_activation`` say.
-
-    Raises:
-        ConfigError: they contradict each other.
-    """
-    values = {name: getattr(given, name) for name in ("use_activation", *_ACTIVATIONS)}
-    said = {name: value for name, value in values.items() if value is not None}
-    if len(set(said.values())) > 1:
-        raise ConfigError(f"{' and '.join(said)} mean the same here, and must not differ")
-    return next(iter(said.values()), None)
+def _activation(config: Any) -> bool | None:
+    """The value of ``use_activation`` and its synonyms, which must agree."""
+    values = {name: getattr(config, name) for name in ("use_activation", *_ACTIVATIONS)}
+    values = {name: value for name, value in values.items() if value is not None}
+    if len(set(values.values())) > 1:
+        raise ConfigError(f"{' and '.join(values)} mean the same here, and must not differ")
+    return next(iter(values.values()), None)
 
 
-def _refuse(given: Any, reasons: Mapping[str, str]) -> None:
-    """Refuses fields that are set.
-
-    Raises:
-        ConfigError: naming one, and why.
-    """
+def _refuse(config: Any, reasons: Mapping[str, str]) -> None:
     for name, reason in reasons.items():
-        if getattr(given, name):
-            raise ConfigError(f"{name} must be left out, not {getattr(given, name)!r}: {reason}")
+        if getattr(config, name):
+            raise ConfigError(f"{name} must be left out, not {getattr(config, name)!r}: {reason}")
 
-
-# The methods of vLLM's ``LLM`` that do not generate, with its keywords and with tensors.
 
 _PAIRS = "pairs have the form that the model's tokenizer gives them, or the prompt that Qwen3-Reranker is trained with"
 
 
-class PoolingMethods(PoolingCalls):
-    """Octavo's methods. Prompts are cut by ``truncate_prompt_tokens``, alone or among ``tokenization_kwargs``."""
-
-    def encode(self, prompts: Any, pooling_params: Any = None, **keywords: Any) -> list[PoolingRequestOutput]:
-        """As Octavo's; ``data`` is a tensor where torch is installed."""
-        return with_tensors(super().encode(prompts, _cut(pooling_params, keywords), **keywords))
-
-    def reward(self, prompts: Any, **keywords: Any) -> list[PoolingRequestOutput]:
-        """As Octavo's; see ``encode``, which it calls."""
-        return super().reward(prompts, **_with_cut(keywords))
-
-    def embed(self, prompts: Any, **keywords: Any) -> list[PoolingRequestOutput]:
-        """As Octavo's."""
-        return super().embed(prompts, **_with_cut(keywords))
-
-    def classify(self, prompts: Any, **keywords: Any) -> list[PoolingRequestOutput]:
-        """As Octavo's."""
-        return super().classify(prompts, **_with_cut(keywords))
-
-    def score(
-        self, data_1: Any, data_2: Any, *, chat_template: str | None = None, **keywords: Any
-    ) -> list[PoolingRequestOutput]:
-        """As Octavo's.
-
-        Raises:
-            InvalidRequestError: there is a ``chat_template``; or as Octavo's.
-        """
-        if chat_template is not None:
-            raise InvalidRequestError(f"chat_template must be None in score: {_PAIRS}")
-        return super().score(data_1, data_2, **_with_cut(keywords))
-
-
-def _with_cut(keywords: dict[str, Any]) -> dict[str, Any]:
-    params = _cut(keywords.pop("pooling_params", None), keywords)
+def _with_truncation(keywords: dict[str, Any]) -> dict[str, Any]:
+    params = _take_truncation(keywords.pop("pooling_params", None), keywords)
     return {**keywords, "pooling_params": params}
 
 
-def _cut(params: Any, keywords: dict[str, Any]) -> Any:
-    """The parameters with the number of tokens that the keywords name, which are removed from these."""
+def _take_truncation(params: Any, keywords: dict[str, Any]) -> Any:
+    """Moves ``truncate_prompt_tokens`` from the keywords into the parameters."""
     more = dict(keywords.pop("tokenization_kwargs", None) or {})
     most = keywords.pop("truncate_prompt_tokens", None)
     most = more.pop("truncate_prompt_tokens", None) if most is None else most
@@ -285,26 +223,25 @@ def _cut(params: Any, keywords: dict[str, Any]) -> Any:
     return msgspec.structs.replace(params or OctavoPoolingParams(), truncate_prompt_tokens=most)
 
 
-# Traces of the engine's own process by torch's profiler, between ``start_profile`` and ``stop_profile``.
+# ---- traces of torch's profiler
 
 
 @dataclass
 class ProfilerConfig:
-    """Where traces go. A CPU's kernels are not torch's: ``octavo bench kernels`` and ``time_kernels`` see these."""
+    """The folder of traces. CPU kernels are not torch's: ``octavo bench kernels`` and ``time_kernels`` show these."""
 
     profiler: str | None = "torch"
-    #: Folder of the traces, which Chrome's tracing page and Perfetto show.
+    #: Folder of the traces, for chrome://tracing and Perfetto.
     torch_profiler_dir: str = ""
-    #: Accepted, as the trace is all between start and stop.
+    #: Without effect, like ``max_iterations``: a trace has all steps between start and stop.
     delay_iterations: int = 0
     max_iterations: int = 0
 
 
 class Profiler:
-    """One trace at a time."""
+    """Traces of the engine's own process, one at a time. Default folder: the variable VLLM_TORCH_PROFILER_DIR."""
 
     def __init__(self, config: ProfilerConfig | dict[str, Any] | None) -> None:
-        """``config``: by default the folder is what the variable VLLM_TORCH_PROFILER_DIR names."""
         if config is None:
             config = ProfilerConfig(torch_profiler_dir=os.environ.get("VLLM_TORCH_PROFILER_DIR", ""))
         self._config = ProfilerConfig(**config) if isinstance(config, dict) else config
@@ -314,11 +251,7 @@ class Profiler:
         self._number = 0
 
     def start(self) -> None:
-        """Begins a trace.
-
-        Raises:
-            ConfigError: no folder is named for it, or torch is not installed.
-        """
+        """Begins a trace; needs a folder, and torch."""
         if not self._config.torch_profiler_dir:
             raise ConfigError("start_profile needs a folder: LLM(profiler_config={'torch_profiler_dir': FOLDER})")
         require_torch("traces of vLLM's profiler")
@@ -331,7 +264,7 @@ class Profiler:
         self._trace.start()
 
     def stop(self) -> Path | None:
-        """Ends the trace and writes it: its file, or None if there was none."""
+        """Ends the trace and writes it; returns its file, None without a trace."""
         if self._trace is None:
             return None
         self._trace.stop()
@@ -344,10 +277,13 @@ class Profiler:
         return path
 
 
-class _Calls(OctavoEngine):
-    """What both engines have."""
+# ---- engines
 
-    #: None while the engine is made, when it computes shared prefixes.
+
+class _VllmEngine(OctavoEngine):
+    """Methods that ``LLM`` and ``LLMEngine`` share."""
+
+    #: None in the constructor, where shared prefixes are computed.
     _figures: RequestFigures | None = None
     _processors: BatchProcessors
     _profiler: Profiler
@@ -357,7 +293,7 @@ class _Calls(OctavoEngine):
         self._pooling = pooling
         pooling.apply(self.front_end.pooling)
         self._figures = RequestFigures()
-        #: Tokens so far of the requests whose outputs are increments.
+        #: Tokens so far of requests with RequestOutputKind.DELTA.
         self._increments: dict[str, int] = {}
         config = VllmConfig(self.core.options, self.core.model_config)
         self._processors = BatchProcessors(classes, config, resolve_device(self.core.options.device))
@@ -365,7 +301,7 @@ class _Calls(OctavoEngine):
 
     @property
     def model_config(self) -> Any:
-        """That of the network, with the longest sequence as ``max_model_len``."""
+        """The network's configuration, with ``max_model_len``, ``dtype`` and ``hf_config``."""
         return _ModelConfig(self)
 
     @property
@@ -383,22 +319,22 @@ class _Calls(OctavoEngine):
         streaming: bool = True,
         **keywords: Any,
     ) -> None:
-        """As Octavo's, with the logits processors that the engine was started with."""
+        """Octavo's ``add_request``, with the engine's logits processors and defaults of pooling."""
         if isinstance(params, OctavoPoolingParams):
-            params = self._pooling.filled(params)
+            params = self._pooling.fill_defaults(params)
         if isinstance(params, SamplingParams):
-            params = self._processors.given_to(params)
+            params = self._processors.add_to(params)
             if streaming and params.output_kind is RequestOutputKind.DELTA:
                 self._increments[request_id] = 0
         super().add_request(request_id, prompt, params, options, streaming=streaming, **keywords)
 
     def step(self) -> list[RequestOutput]:
-        """As Octavo's."""
+        """Octavo's ``step``; counts ended requests for ``get_metrics``."""
         outputs = super().step()
         if self._figures is None:
             return outputs
         for output in outputs:
-            completions = output.outputs if isinstance(output, RequestOutput) else []  # or a vector
+            completions = output.outputs if isinstance(output, RequestOutput) else []
             tokens = sum(len(completion.token_ids) for completion in completions)
             if output.request_id in self._increments:
                 self._increments[output.request_id] += tokens
@@ -407,16 +343,16 @@ class _Calls(OctavoEngine):
         return outputs
 
     def get_metrics(self) -> list[Metric]:
-        """Figures by vLLM's names; Octavo's ``LLM.get_metrics`` has its own."""
+        """Metrics by vLLM's names; those of Octavo's ``LLM.get_metrics`` differ."""
         assert self._figures is not None
         return self._figures.metrics(self.stats(), self.core.options.model)
 
     def start_profile(self, *_: object) -> None:
-        """Begins a trace; see ``ProfilerConfig``."""
+        """Begins a trace in the folder of ``ProfilerConfig``."""
         self._profiler.start()
 
     def stop_profile(self) -> Path | None:
-        """Ends it: the file of the trace."""
+        """Ends the trace; returns its file."""
         return self._profiler.stop()
 
     def collective_rpc(  # type: ignore[override]
@@ -426,7 +362,7 @@ class _Calls(OctavoEngine):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """As Octavo's, in vLLM's order of arguments."""
+        """Octavo's ``collective_rpc``, in vLLM's order of arguments."""
         return super().collective_rpc(method, args, kwargs, timeout)
 
     def get_tokenizer(self) -> Any:
@@ -458,8 +394,8 @@ class _ModelConfig:
         return self._config.vocab_size
 
 
-class LLMEngine(_Calls):
-    """Octavo's engine, made of ``EngineArgs``."""
+class LLMEngine(_VllmEngine):
+    """Octavo's engine, made from ``EngineArgs``."""
 
     @classmethod
     def from_engine_args(
@@ -469,12 +405,8 @@ class LLMEngine(_Calls):
         stat_loggers: Sequence[StatLogger] | None = None,
         **_: object,
     ) -> Self:
-        """Loads a model with these options.
-
-        Raises:
-            OctavoError: an option is wrong, or the model cannot be served.
-        """
-        options = engine_args.given()
+        """Loads a model with these options."""
+        options = engine_args.non_default()
         classes, names = split_processors(options.pop("logits_processors", None))
         profiler_config, pooling = options.pop("profiler_config", None), PoolingOptions(options)
         if names:
@@ -484,8 +416,11 @@ class LLMEngine(_Calls):
         return engine
 
 
-class LLM(_Calls, PoolingMethods, OctavoLLM):  # type: ignore[misc]  # metrics have vLLM's types
-    """Octavo's ``LLM``; options that are as ``EngineArgs`` have them by default are as if they were not given."""
+class LLM(_VllmEngine, OctavoLLM):  # type: ignore[misc]  # metrics have vLLM's types
+    """Octavo's ``LLM``; options that equal the defaults of ``EngineArgs`` count as not set.
+
+    ``truncate_prompt_tokens`` is a keyword of the pooling methods, or one of their ``tokenization_kwargs``.
+    """
 
     def __init__(
         self,
@@ -496,13 +431,9 @@ class LLM(_Calls, PoolingMethods, OctavoLLM):  # type: ignore[misc]  # metrics h
         stat_loggers: Sequence[StatLogger] | None = None,
         **options: Any,
     ) -> None:
-        """Loads a model; ``logits_processors`` may be classes of vLLM's kind.
-
-        Raises:
-            OctavoError: as ``octavo.LLM``.
-        """
+        """Loads a model; ``logits_processors`` may be classes of vLLM's ``LogitsProcessor``."""
         classes, names = split_processors(logits_processors)
-        options = given_options(options)
+        options = non_default_options(options)
         pooling = PoolingOptions(options)
         if names:
             options["logits_processors"] = names
@@ -511,20 +442,37 @@ class LLM(_Calls, PoolingMethods, OctavoLLM):  # type: ignore[misc]  # metrics h
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> Self:
-        """Loads a model with these options.
-
-        Raises:
-            OctavoError: as ``octavo.LLM``.
-        """
-        options = engine_args.given()
+        """Loads a model with these options."""
+        options = engine_args.non_default()
         return cls(options.pop("model", None) or engine_args.create_engine_config().model, **options)
 
+    def encode(self, prompts: Any, pooling_params: Any = None, **keywords: Any) -> list[PoolingRequestOutput]:
+        """Octavo's ``encode``; ``data`` is a tensor if torch is installed."""
+        return with_tensors(super().encode(prompts, _take_truncation(pooling_params, keywords), **keywords))
 
-# ``AsyncLLM`` with vLLM's order of arguments.
+    def reward(self, prompts: Any, **keywords: Any) -> list[PoolingRequestOutput]:
+        """Octavo's ``reward``."""
+        return super().reward(prompts, **_with_truncation(keywords))
+
+    def embed(self, prompts: Any, **keywords: Any) -> list[PoolingRequestOutput]:
+        """Octavo's ``embed``."""
+        return super().embed(prompts, **_with_truncation(keywords))
+
+    def classify(self, prompts: Any, **keywords: Any) -> list[PoolingRequestOutput]:
+        """Octavo's ``classify``."""
+        return super().classify(prompts, **_with_truncation(keywords))
+
+    def score(
+        self, data_1: Any, data_2: Any, *, chat_template: str | None = None, **keywords: Any
+    ) -> list[PoolingRequestOutput]:
+        """Octavo's ``score``; refuses a ``chat_template``."""
+        if chat_template is not None:
+            raise InvalidRequestError(f"chat_template must be None in score: {_PAIRS}")
+        return super().score(data_1, data_2, **_with_truncation(keywords))
 
 
 class AsyncLLM(OctavoAsyncLLM):
-    """Octavo's, made of ``AsyncEngineArgs``; the first request loads the model."""
+    """Octavo's ``AsyncLLM`` with vLLM's order of arguments; the first request loads the model."""
 
     @classmethod
     def from_engine_args(
@@ -535,11 +483,7 @@ class AsyncLLM(OctavoAsyncLLM):
         stat_loggers: Sequence[StatLogger] | None = None,
         **_: object,
     ) -> Self:
-        """An engine with these options.
-
-        Raises:
-            ConfigError: an option is wrong.
-        """
+        """An engine with these options."""
         return cls(engine_args.create_engine_config(), stat_loggers=stat_loggers or ())
 
     async def generate(  # type: ignore[override]
@@ -549,22 +493,14 @@ class AsyncLLM(OctavoAsyncLLM):
         request_id: str,
         **keywords: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As Octavo's, whose order is request, prompt, parameters.
-
-        Raises:
-            OctavoError: see there.
-        """
+        """Octavo's ``generate``, whose order is request, prompt, parameters."""
         async for output in super().generate(request_id, prompt, sampling_params, **keywords):
             yield output
 
     async def encode(
         self, prompt: Prompt, pooling_params: OctavoPoolingParams, request_id: str, **keywords: Any
     ) -> AsyncGenerator[Pooled, None]:
-        """What ``pool`` gives, as the one output of a stream.
-
-        Raises:
-            OctavoError: see there.
-        """
+        """The output of ``pool``, as the only one of a stream."""
         yield await self.pool(request_id, prompt, pooling_params, **keywords)
 
     async def abort(self, request_id: str | Iterable[str], *_: object, **__: object) -> None:
@@ -579,23 +515,19 @@ class AsyncLLM(OctavoAsyncLLM):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """As Octavo's, in vLLM's order of arguments."""
+        """Octavo's ``collective_rpc``, in vLLM's order of arguments."""
         return await super().collective_rpc(method, args, kwargs, timeout)
 
     async def check_health(self) -> None:
-        """Raises if the engine has died.
-
-        Raises:
-            EngineDeadError: it has, or was shut down.
-        """
+        """Raises EngineDeadError if the engine has died or was shut down."""
         self.check_alive()
 
     async def do_log_stats(self) -> None:
-        """Nothing: ``log_stats_interval`` writes status lines."""
+        """Has no effect: the option ``log_stats_interval`` writes status lines."""
 
     @property
     def errored(self) -> bool:
-        """Whether requests cannot be accepted any more."""
+        """Whether the engine has died."""
         return self._error is not None
 
     @property
@@ -605,5 +537,5 @@ class AsyncLLM(OctavoAsyncLLM):
 
     @property
     def dead_error(self) -> BaseException | None:
-        """Why they cannot."""
+        """The error that ended the engine."""
         return self._error

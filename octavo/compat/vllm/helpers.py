@@ -1,4 +1,4 @@
-"""Small things that scripts import from vLLM."""
+"""Functions, metrics, data sets and logits processors that scripts import from vLLM."""
 
 from __future__ import annotations
 
@@ -58,16 +58,12 @@ def get_ip() -> str:
 
 
 def get_tokenizer(tokenizer_name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a model by name, folder or hub id; no code of it is run.
-
-    Raises:
-        OctavoError: it is unknown, or its tokenizer cannot be read.
-    """
+    """The tokenizer of a model (name, folder or hub id); never runs a model's code."""
     return load_tokenizer(Path(resolve_model(tokenizer_name, revision=revision)))
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Frees the memory of engines that are no longer referred to: an ``LLM`` ends its workers when it is dropped."""
+    """Frees the memory of unreferenced engines: an ``LLM`` ends its workers when it is collected."""
     gc.collect()
     if shutdown_ray:
         import ray
@@ -76,15 +72,14 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 def destroy_model_parallel() -> None:
-    """Nothing: workers end with their engine."""
+    """Has no effect: workers end with their engine."""
 
 
-def destroy_distributed_environment() -> None:
-    """Nothing: workers end with their engine."""
+destroy_distributed_environment = destroy_model_parallel
 
 
 class UsageContext(enum.Enum):
-    """What an engine is made for; without effect, as nothing is reported."""
+    """Without effect: Octavo reports no usage."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
@@ -95,7 +90,7 @@ class UsageContext(enum.Enum):
 
 
 class Platform:
-    """The device that engines of this machine take by default."""
+    """The default device of engines on this machine."""
 
     @property
     def device_type(self) -> str:
@@ -104,37 +99,26 @@ class Platform:
 
         return resolve_device("auto")
 
-    @property
-    def device_name(self) -> str:
-        """As ``device_type``."""
-        return self.device_type
+    device_name = device_type
 
     def is_cpu(self) -> bool:
-        """Whether it is a CPU."""
+        """Whether the device is a CPU."""
         return self.device_type == "cpu"
 
     def is_cuda(self) -> bool:
-        """Whether it is a GPU of NVIDIA."""
+        """Whether the device is an NVIDIA GPU."""
         return self.device_type == "cuda"
 
-    def is_cuda_alike(self) -> bool:
-        """As ``is_cuda``."""
-        return self.is_cuda()
+    is_cuda_alike = is_cuda
 
     def is_rocm(self) -> bool:
-        """Not supported."""
+        """False: not supported."""
         return False
 
-    def is_tpu(self) -> bool:
-        """Not supported."""
-        return False
-
-    def is_xpu(self) -> bool:
-        """Not supported."""
-        return False
+    is_tpu = is_xpu = is_rocm
 
     def seed_everything(self, seed: int | None = None) -> None:
-        """Seeds ``random``, which Octavo itself does not use."""
+        """Seeds Python's ``random``; Octavo itself does not use it."""
         if seed is not None:
             random.seed(seed)
 
@@ -142,7 +126,7 @@ class Platform:
 current_platform = Platform()
 
 
-# ``get_metrics`` as vLLM gives it: counters, gauges, vectors and histograms, by vLLM's names.
+# ---- metrics of ``get_metrics``, by vLLM's names
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -150,7 +134,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 @dataclass
 class Metric:
-    """A figure by its name."""
+    """A metric: its name and labels."""
 
     name: str
     labels: dict[str, str]
@@ -165,7 +149,7 @@ class Counter(Metric):
 
 @dataclass
 class Gauge(Metric):
-    """A figure as it is now."""
+    """A current value."""
 
     value: float
 
@@ -179,7 +163,7 @@ class Vector(Metric):
 
 @dataclass
 class Histogram(Metric):
-    """Observations: how many, their sum, and how many of them are at most each bound."""
+    """The number of observations, their sum, and how many are at most each bound (``buckets``)."""
 
     count: int
     sum: float
@@ -187,7 +171,7 @@ class Histogram(Metric):
 
 
 @dataclass
-class _Observed:
+class _Observations:
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
     sum: float = 0.0
@@ -204,17 +188,17 @@ class _Observed:
 
 
 class RequestFigures:
-    """What ended requests have come to."""
+    """Times and tokens of ended requests."""
 
     def __init__(self) -> None:
         self._seconds = {
-            name: _Observed(_SECONDS)
+            name: _Observations(_SECONDS)
             for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds")
         }
-        self._tokens = {name: _Observed(_TOKENS) for name in ("request_prompt_tokens", "request_generation_tokens")}
+        self._tokens = {name: _Observations(_TOKENS) for name in ("request_prompt_tokens", "request_generation_tokens")}
 
     def add(self, output: RequestOutput, num_tokens: int) -> None:
-        """A request has ended, with so many tokens of output."""
+        """Counts an ended request with ``num_tokens`` of output."""
         times = output.metrics
         for name, moment in zip(
             self._seconds, (times.first_token_time, times.finished_time, times.first_scheduled_time), strict=True
@@ -225,7 +209,7 @@ class RequestFigures:
         self._tokens["request_generation_tokens"].add(num_tokens)
 
     def metrics(self, stats: SchedulerStats, model: str) -> list[Metric]:
-        """All figures now; those of tokens and times are of requests that have ended."""
+        """The current metrics; tokens and times are those of ended requests."""
         labels = {"model_name": model, "engine": "0"}
 
         def counter(name: str, value: float) -> Counter:
@@ -252,12 +236,12 @@ class RequestFigures:
         return metrics + [each.histogram(f"vllm:{name}", labels) for name, each in observed.items()]
 
 
-# Prompts for scripts that measure: random tokens, or a file's.
+# ---- prompts for benchmark scripts
 
 
 @dataclass
 class SampleRequest:
-    """One prompt, its length and the tokens that it asks for."""
+    """A prompt, its tokens and those of its output."""
 
     prompt: str
     prompt_len: int
@@ -266,7 +250,7 @@ class SampleRequest:
 
 
 def add_dataset_parser(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that ``get_samples`` reads."""
+    """Adds the flags of ``get_samples``."""
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-prompts", type=int, default=1000)
     parser.add_argument(
@@ -281,11 +265,7 @@ def add_dataset_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def get_samples(args: argparse.Namespace, tokenizer: Any) -> list[SampleRequest]:
-    """``num_prompts`` prompts of the data set that the arguments name; a file with fewer is repeated.
-
-    Raises:
-        ConfigError: the file is missing or cannot be read.
-    """
+    """``num_prompts`` prompts of a data set; the prompts of a shorter file are repeated."""
     if args.dataset_name == "random":
         draw, size = random.Random(args.seed), len(tokenizer)
         texts = [
@@ -312,23 +292,22 @@ def _texts(path: Path | None, kind: str) -> Iterator[str]:
         raise ConfigError(f"{path} cannot be read as {kind}: {type(e).__name__}: {e}") from e
 
 
-# vLLM's logits processors: classes that edit the logits of a batch, here of one request at a time.
+# ---- vLLM's logits processors, which edit the logits of a batch: here always of one request
 
 S = TypeVar("S")
 
 
 @dataclass(frozen=True)
 class VllmConfig:
-    """What a processor's constructor gets of the engine."""
+    """The engine's configuration, as a processor's constructor gets it."""
 
     engine_config: EngineConfig
     model_config: Any
-    #: Always None: nothing is shared with vLLM's schedulers.
     speculative_config: None = None
 
 
 class MoveDirectionality(enum.Enum):
-    """How rows of a batch change places; here none ever does."""
+    """How rows of a batch change places; Octavo moves none."""
 
     UNIDIRECTIONAL = enum.auto()
     SWAP = enum.auto()
@@ -336,30 +315,29 @@ class MoveDirectionality(enum.Enum):
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """How a batch differs from that of the step before."""
+    """How a batch differs from the last step's; rows are its indices."""
 
     batch_size: int
-    #: Rows that are gone.
     removed: Sequence[int]
-    #: (row, parameters, prompt's token ids, output's token ids) of those that are new.
+    #: (row, parameters, token ids of the prompt, token ids of the output).
     added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
-    #: (row, row, how) of those that changed places.
+    #: (row, new row, kind).
     moved: Sequence[tuple[int, int, MoveDirectionality]]
 
 
 class LogitsProcessor(ABC):
-    """A processor of a batch; ``octavo.LogitsProcessorPlugin`` is what Octavo calls for one request."""
+    """A processor of a batch; Octavo's own plug-in is ``octavo.LogitsProcessorPlugin``."""
 
     @classmethod  # noqa: B027
     def validate_params(cls, params: SamplingParams) -> None:
         """Raises ValueError if the parameters of a request are wrong."""
 
     def __init__(self, vllm_config: VllmConfig, device: Any, is_pin_memory: bool) -> None:  # noqa: B027
-        """``device`` is torch's, that of the logits."""
+        """``device``: the torch device of the logits."""
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether it never changes which token is the most likely."""
+        """Whether the processor never changes the most likely token."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -367,20 +345,19 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits: Any) -> Any:
-        """The logits [rows, vocab_size] of the batch, edited in place or new."""
+        """Returns the batch's logits [rows, vocab_size], edited in place or new."""
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """A processor of a batch that is made of one for each request."""
+    """A processor of a batch, made of one processor for each request."""
 
     def __init__(self, vllm_config: VllmConfig, device: Any, is_pin_memory: bool) -> None:
-        """As ``LogitsProcessor``."""
         super().__init__(vllm_config, device, is_pin_memory)
         self._rows: dict[int, Callable[[Any], Any]] = {}
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """The processor of a request with these parameters; None: it has none."""
+        """The processor of a request; None if the request needs none."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Makes the processors of new requests."""
@@ -395,7 +372,7 @@ class AdapterLogitsProcessor(LogitsProcessor):
         return lambda logits: process(outputs, logits)
 
     def apply(self, logits: Any) -> Any:
-        """Applies each to its row."""
+        """Applies each request's processor to its row."""
         for row, process in self._rows.items():
             logits[row] = process(logits[row])
         return logits
@@ -406,7 +383,7 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], S | None],
 ) -> bool:
-    """Keeps what belongs to rows of a batch; whether anything has changed."""
+    """Updates the states of a batch's rows; returns whether one has changed."""
     if batch_update is None:
         return False
     before = dict(req_entries)
@@ -427,14 +404,9 @@ def process_dict_updates(
 
 
 class BatchProcessors:
-    """The classes that an engine was started with, as processors of its requests."""
+    """An engine's processors of batches, as processors of single requests."""
 
     def __init__(self, classes: Sequence[type[LogitsProcessor]], config: VllmConfig, device: str) -> None:
-        """Makes an object of each: it serves all requests, one after the other.
-
-        Raises:
-            ConfigError: there are classes, which get a device of torch's, and torch is not installed.
-        """
         self._processors: list[LogitsProcessor] = []
         if not classes:
             return
@@ -443,12 +415,8 @@ class BatchProcessors:
 
         self._processors = [each(config, torch.device(device), False) for each in classes]
 
-    def given_to(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the processors that edit the logits of such a request; they take its ``extra_args``.
-
-        Raises:
-            InvalidRequestError: one of them refuses the parameters.
-        """
+    def add_to(self, params: SamplingParams) -> SamplingParams:
+        """Adds the processors of a request to its parameters, and removes ``extra_args``, which they consume."""
         if not self._processors:
             return params
         try:
@@ -456,19 +424,20 @@ class BatchProcessors:
                 processor.validate_params(params)
         except ValueError as e:
             raise InvalidRequestError(str(e)) from e
-        own = [_of_request(processor, params) for processor in self._processors if _concerns(processor, params)]
+        processors = [
+            _for_request(processor, params)
+            for processor in self._processors
+            if not isinstance(processor, AdapterLogitsProcessor)
+            or processor.new_req_logits_processor(params) is not None
+        ]
         clone = params.clone()
         clone.extra_args = None
-        clone.logits_processors = [*(params.logits_processors or ()), *own] or None
+        clone.logits_processors = [*(params.logits_processors or ()), *processors] or None
         return clone
 
 
-def _concerns(processor: LogitsProcessor, params: SamplingParams) -> bool:
-    return not isinstance(processor, AdapterLogitsProcessor) or processor.new_req_logits_processor(params) is not None
-
-
-def _of_request(processor: LogitsProcessor, params: SamplingParams) -> RequestLogitsProcessor:
-    """The processor with a batch of this request alone, which is new in each call: so it keeps nothing of others."""
+def _for_request(processor: LogitsProcessor, params: SamplingParams) -> RequestLogitsProcessor:
+    """Calls the processor with a new batch of this request alone, so that no state of another request remains."""
 
     def process(prompt: list[int], outputs: list[int], logits: Any) -> Any:
         processor.update_state(BatchUpdate(1, [], [(0, params, list(prompt), list(outputs))], []))
@@ -477,28 +446,22 @@ def _of_request(processor: LogitsProcessor, params: SamplingParams) -> RequestLo
     return process
 
 
-def split_processors(given: Any) -> tuple[list[type[LogitsProcessor]], list[str]]:
-    """Classes of vLLM's kind among the option ``logits_processors``, and names of Octavo's plug-ins.
-
-    Raises:
-        ConfigError: one is neither, or cannot be imported.
-    """
+def split_processors(processors: Any) -> tuple[list[type[LogitsProcessor]], list[str]]:
+    """Splits the option ``logits_processors`` into subclasses of ``LogitsProcessor`` and names of Octavo's plug-ins."""
     classes: list[type[LogitsProcessor]] = []
     names: list[str] = []
-    for each in [given] if isinstance(given, (str, type)) else given or []:
-        found = _load(each) if isinstance(each, str) else each
-        if isinstance(found, type) and issubclass(found, LogitsProcessor):
-            classes.append(found)
+    for each in [processors] if isinstance(processors, (str, type)) else processors or []:
+        kind = each
+        if isinstance(each, str):
+            module, _, attribute = each.partition(":")
+            try:
+                kind = getattr(importlib.import_module(module), attribute, None)
+            except ImportError as e:
+                raise ConfigError(f"logits processor {each!r} cannot be imported: {e}") from e
+        if isinstance(kind, type) and issubclass(kind, LogitsProcessor):
+            classes.append(kind)
         elif isinstance(each, str):
             names.append(each)
         else:
             raise ConfigError(f"logits_processors must be classes of LogitsProcessor or module:Class, not {each!r}")
     return classes, names
-
-
-def _load(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute, None)
-    except ImportError as e:
-        raise ConfigError(f"logits processor {name!r} cannot be imported: {e}") from e

@@ -1,4 +1,4 @@
-"""Makes the modules of the table importable, under this package's name and under ``vllm``."""
+"""The table of vLLM's modules and names, and the finder that makes them importable, also as ``vllm``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-
-# The table of vLLM's modules: what each name is here, and what Octavo has in place of those that it does not serve.
 
 _HERE = "octavo.compat.vllm"
 
@@ -74,7 +72,7 @@ _CONFIG = {
     **_POOLER,
 }
 
-#: By module, "" for the package: name -> "module:attribute". A module that is a package of others may have none.
+#: Module ("": the package) -> name -> "module:attribute".
 SERVED: dict[str, dict[str, str]] = {
     "": {
         **_LLM,
@@ -143,7 +141,7 @@ _NETWORKS = "networks are Octavo's own; one more is a file in octavo/models and 
 _SERVER = "the server is `octavo serve MODEL`, or octavo.server.app.make_app in a program of one's own"
 _STATS = "statistics of each step go to an octavo.StatLogger (stat_loggers), and a server has /metrics"
 
-#: Modules, with those in them, and what there is instead.
+#: Modules without a counterpart -> what Octavo has instead.
 ABSENT_MODULES: dict[str, str] = {
     "assets": _IMAGES,
     "attention": "kernels are chosen by the options device and kernels",
@@ -178,7 +176,7 @@ ABSENT_MODULES: dict[str, str] = {
     "worker": "workers are octavo.executor.worker; LLM.collective_rpc calls their methods, or a function with each",
 }
 
-#: Names, of whatever module, and what there is instead.
+#: Names without a counterpart, in any module -> what Octavo has instead.
 ABSENT_NAMES: dict[str, str] = {
     **dict.fromkeys(("KVTransferConfig", "KVEventsConfig", "ECTransferConfig"), _NO_TRANSFER),
     "GuidedDecodingParams": "its name is StructuredOutputsParams, given as SamplingParams(structured_outputs=...)",
@@ -195,11 +193,11 @@ ALIAS = "vllm"
 
 
 class NoCounterpartError(ModuleNotFoundError):
-    """A module or a name of vLLM that Octavo does not have; the message says what it has instead."""
+    """A module or name of vLLM without a counterpart; the message names the replacement."""
 
 
 class Finder(MetaPathFinder):
-    """Finds modules of the table; refuses those that have no counterpart."""
+    """Finds modules of the table; refuses other modules."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -207,7 +205,7 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module of the table that has this name, of this package or as ``vllm`` names it."""
+        """The module of the table with this name."""
         if not fullname.startswith(f"{self._prefix}."):
             return None
         name = fullname.removeprefix(f"{self._prefix}.")
@@ -220,48 +218,43 @@ class Finder(MetaPathFinder):
 
 
 class ServedModule(Loader):
-    """A module whose names are found in the table when they are asked for."""
+    """A module that looks its names up in the table on demand."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """As usual."""
+        """Default module creation."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Gives it the names of the table."""
+        """Sets the module's ``__getattr__`` and ``__all__``."""
 
-        def find(name: str) -> object:
+        def getattribute(name: str) -> object:
             value = value_of(self._name, name)
             setattr(module, name, value)
             return value
 
         module.__doc__ = f"``vllm.{self._name}``, as far as Octavo has a counterpart."
-        module.__getattr__ = find  # type: ignore[method-assign]
+        module.__getattr__ = getattribute  # type: ignore[method-assign]
         module.__all__ = [*SERVED[self._name]]  # type: ignore[attr-defined]
 
 
 class AliasedModule(Loader):
-    """A module of this package under its name in vLLM: the same object."""
+    """The same module object under its name in ``vllm``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """That of this package."""
+        """Returns this package's module."""
         return importlib.import_module(f"{PACKAGE}.{self._name}")
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has its names."""
+        """Has nothing to do."""
 
 
 def value_of(module: str, name: str) -> object:
-    """What a name of a module means: of the package itself, if ``module`` is empty.
-
-    Raises:
-        NoCounterpartError: Octavo has something else instead.
-        AttributeError: there is no such name.
-    """
+    """The value of a name in a module (empty: the package); raises NoCounterpartError or AttributeError."""
     place = SERVED[module].get(name)
     if place is not None:
         source, _, attribute = place.partition(":")
@@ -275,11 +268,9 @@ def value_of(module: str, name: str) -> object:
 
 
 def _refusal(name: str) -> str:
-    """Why there is no such module or name, and what there is instead."""
     parts = name.split(".")
     reasons = (ABSENT_MODULES.get(".".join(parts[:count])) for count in range(len(parts), 0, -1))
-    listed = "docs/coming-from.md lists what it has"
-    reason = ABSENT_NAMES.get(parts[-1]) or next((r for r in reasons if r), listed)
+    reason = ABSENT_NAMES.get(parts[-1]) or next((r for r in reasons if r), "docs/coming-from.md lists what it has")
     return f"Octavo has no vllm.{name}: {reason}"
 
 
@@ -290,11 +281,7 @@ def register() -> None:
 
 
 def install() -> None:
-    """From now on ``import vllm`` gives this package.
-
-    Raises:
-        RuntimeError: vLLM itself was imported before.
-    """
+    """Makes ``import vllm`` import this package; raises RuntimeError if vLLM itself is imported already."""
     package = importlib.import_module(PACKAGE)
     if sys.modules.get(ALIAS, package) is not package:
         raise RuntimeError("vllm is imported already: install() must come before")

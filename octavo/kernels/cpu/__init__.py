@@ -1,1 +1,1 @@
-"""The CPU backend, with kernels in C++."""
+"""The CPU backend, with kernels in C++. Read ``backend.py`` first."""

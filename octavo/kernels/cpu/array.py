@@ -1,4 +1,4 @@
-"""Arrays of the CPU kernels: an address, a shape and strides; no arithmetic, which a recorded step would leave out."""
+"""Arrays of the CPU kernels: an address, a shape and strides; and the measured limits of a CPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from octavo.core.errors import UnrecordableError
 
 
 class CpuArray:
-    """Memory of the host, which it keeps alive, as the compiled operations take it.
+    """An argument of compiled operations; keeps its memory alive.
 
-    Views are cheap, and share the memory's ``owner``. There are no operations on the values but those of ``Kernels``:
-    one of numpy would run once while a step is recorded, and be left out of every step after.
+    Views are cheap, and share the memory's ``owner``. There is no arithmetic but that of ``Kernels``: an operation of
+    numpy would run once, while a step is recorded, and be left out of every later step.
     """
 
     __slots__ = ("__weakref__", "address", "dtype", "owner", "shape", "strides")
@@ -26,10 +26,9 @@ class CpuArray:
     def __init__(
         self, owner: Any, address: int, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...] | None = None
     ) -> None:
-        """``strides``: numbers from one index to the next in each dimension; by default the array is contiguous."""
-        #: What the memory belongs to.
+        """``strides``: in elements; by default the array is contiguous."""
         self.owner = owner
-        #: Of the first number.
+        #: Of the first element.
         self.address = address
         self.shape = shape
         self.dtype = dtype
@@ -37,11 +36,7 @@ class CpuArray:
 
     @classmethod
     def over(cls, values: np.ndarray) -> CpuArray:
-        """An array over the memory of numpy's.
-
-        Raises:
-            ValueError: the engine has no such type.
-        """
+        """An array over the memory of ``values``; ValueError if the engine has no such type."""
         dtype = DType.of(values)
         strides = tuple(stride // dtype.itemsize for stride in values.strides)
         return cls(values, values.__array_interface__["data"][0], values.shape, dtype, strides)
@@ -64,13 +59,12 @@ class CpuArray:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether there are no gaps, dimensions of one left out."""
+        """Whether there are no gaps; strides of dimensions of one are ignored."""
         expected = _contiguous_strides(self.shape)
         return all(n == 1 or a == b for n, a, b in zip(self.shape, self.strides, expected, strict=True))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the numbers."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -106,14 +100,13 @@ class CpuArray:
         return CpuArray(self.owner, address, tuple(shape), self.dtype, tuple(strides))
 
     def reshape(self, *shape: int) -> CpuArray:
-        """A view: each dimension of this array is split, or whole contiguous ones are joined.
+        """A view in another shape; -1 stands for one size.
 
         Raises:
             UnrecordableError: it would need a copy.
-            ValueError: another number of elements.
         """
-        total, given = math.prod(self.shape), math.prod(n for n in shape if n != -1)
-        new = tuple(total // max(1, given) if n == -1 else n for n in shape)
+        total, rest = math.prod(self.shape), math.prod(n for n in shape if n != -1)
+        new = tuple(total // max(1, rest) if n == -1 else n for n in shape)
         if math.prod(new) != total:
             raise ValueError(f"an array of shape {list(self.shape)} cannot have the shape {list(shape)}")
         strides = _contiguous_strides(new) if self.is_contiguous else _strides_of_view(self.shape, self.strides, new)
@@ -126,7 +119,7 @@ class CpuArray:
 
 
 class _Memory:
-    """What numpy reads to make an array over memory; the array keeps it, and with it the owner."""
+    """Memory with the interface from which numpy makes an array; the array keeps it, and so the owner, alive."""
 
     def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
         self.owner, self.__array_interface__ = owner, interface
@@ -141,7 +134,7 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _strides_of_view(shape: Sequence[int], strides: Sequence[int], new: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of the same numbers in another shape, if there are such."""
+    """Strides of a view in another shape; None if it needs a copy."""
     # Runs of dimensions without a gap between them: (numbers, stride of the last).
     runs: list[tuple[int, int]] = []
     for n, stride in zip(shape, strides, strict=True):
@@ -165,7 +158,7 @@ def _strides_of_view(shape: Sequence[int], strides: Sequence[int], new: Sequence
     return tuple(reversed(out))
 
 
-# ``octavo._cpu``, and arrays as its operations take them: by address, so that callers keep them alive.
+# ``octavo._cpu``, whose operations take arrays by address: callers keep them alive.
 
 cpu: Any = importlib.import_module("octavo._cpu")  # compiled: nothing for a type checker to read
 
@@ -173,7 +166,7 @@ DTYPES = {DType.FLOAT32: cpu.Dtype.f32, DType.BFLOAT16: cpu.Dtype.bf16, DType.IN
 
 
 def address(x: CpuArray | np.ndarray | None) -> int:
-    """Where an array begins; 0 without one."""
+    """Address of an array; 0 without one."""
     if isinstance(x, np.ndarray):
         return int(x.ctypes.data)
     return 0 if x is None else x.address
@@ -189,41 +182,31 @@ def typed(x: CpuArray) -> tuple[int, int, Any]:
     return x.address, x.strides[0], DTYPES[x.dtype]
 
 
-# Peak rates of a CPU, measured by the compiled kernels.
-
-
 def cpu_read_gb_s(*, in_pieces: bool) -> float:
     """Read bandwidth of memory now, of the kernels' threads, in 10^9 bytes a second; ``in_pieces`` of 2 KiB."""
-    cpu: Any = importlib.import_module("octavo._cpu")
     measure = cpu.measure_chunk_bandwidth if in_pieces else cpu.measure_read_bandwidth
     return float(measure(cpu.num_threads())) / 1e9
 
 
 class CpuLimits(msgspec.Struct, frozen=True):
-    """Measured limits of a number of threads together."""
+    """Measured limits of all threads together."""
 
     threads: int
-    #: Of floats and of integers, as "avx512+avx512_vnni".
+    #: Of floats and of integers, such as "avx512+avx512_vnni".
     instruction_sets: str
-    #: Read bandwidth of memory, in 10^9 bytes a second.
+    #: Read bandwidth of memory in 10^9 bytes a second: in order, and in pieces of 2 KiB in random order, as in decode
+    #: attention.
     read_gb_s: float
-    #: The same in pieces of 2 KiB in random order, as decode attention reads blocks.
     chunk_gb_s: float
     #: In registers, in 10^9 operations a second, two for each multiply-add: float32 multiply-adds, dot products of
-    #: bfloat16 pairs and of 8-bit quads; 0 where the instruction set has no such dot products.
+    #: bfloat16 pairs and of 8-bit quads; 0 if the instruction set has no such dot products.
     fma_gflops: float
     bf16_dot_gflops: float
     int8_dot_gops: float
 
 
 def measure_cpu(threads: int | None = None) -> CpuLimits:
-    """Measures for about a second; ``threads`` defaults to those of the kernels.
-
-    Raises:
-        ImportError: ``octavo._cpu`` is not built.
-        ValueError: ``threads`` is not positive.
-    """
-    cpu: Any = importlib.import_module("octavo._cpu")
+    """Measures for about a second; ``threads`` defaults to those of the kernels."""
     count = cpu.num_threads() if threads is None else threads
     return CpuLimits(
         threads=count,

@@ -26,7 +26,6 @@ from octavo.kernels.cpu.linear import (
     codes_of_rows,
     group_format,
     keeps_bits,
-    route_op,
 )
 from octavo.kernels.cpu.sampling import CompiledSampling
 from octavo.kernels.cpu.tape import OpRunner
@@ -44,274 +43,23 @@ from octavo.kernels.interface import (
 )
 from octavo.kernels.weight_rows import GroupQuantizedRows, QuantizedRows
 
-# The KV cache of the CPU kernels.
-
 _PAGE = 4096
 #: Bytes at the beginning of each array of the KV cache that are in small pages.
 _SMALL_PAGES = 2 << 20
-
-
-@dataclass(slots=True)
-class CpuLayerCache(LayerCache):
-    """``key`` and ``value`` are uint8 [blocks, bytes of a block]."""
-
-    kv_heads: int
-    head_dim: int
-    block_size: int
-    #: int8: a scale for each token and KV head.
-    dtype: DType
-
-
-def block_bytes(kv_heads: int, head_dim: int, block_size: int, dtype: DType) -> int:
-    """Bytes of the keys, or of the values, of one block of one layer.
-
-    Raises:
-        ConfigError: there is no such type of cache.
-    """
-    if dtype not in DTYPES:
-        raise ConfigError(
-            f"the CPU kernels have no KV cache of type {dtype}; kv_cache_dtype may be auto, float32, bfloat16 or int8"
-        )
-    return int(cpu.block_bytes(kv_heads, head_dim, block_size, DTYPES[dtype]))
-
-
-def make_cache(
-    layers: int,
-    blocks: int,
-    block_size: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: DType,
-    vectors: int = 2,
-) -> list[LayerCache]:
-    """The cache of every layer, all zero, each array aligned to a page.
-
-    ``vectors``: 2, or 1 for a latent cache.
-
-    Raises:
-        ConfigError: there is no such type of cache.
-    """
-    stride = block_bytes(kv_heads, head_dim, block_size, dtype)
-    size = -(-blocks * stride // _PAGE) * _PAGE
-    memory = _untouched_zeros(vectors * layers, size)
-    arrays = [
-        CpuArray.over(memory[i * size :][: blocks * stride].reshape(blocks, stride)) for i in range(vectors * layers)
-    ]
-    return [
-        CpuLayerCache(key, value, kv_heads, head_dim, block_size, dtype)
-        for key, value in zip(arrays[::vectors], arrays[vectors - 1 :: vectors], strict=True)
-    ]
-
-
-def write_op(k: CpuArray, v: CpuArray, cache: LayerCache) -> Any:
-    """The operation that writes k and v [T, K, D], tokens strided, or the parts of latents, to the step's slots."""
-    assert isinstance(cache, CpuLayerCache)
-    return cpu.reshape_and_cache(
-        *strided(k),
-        *strided(v),
-        cache.key.address,
-        cache.value.address,
-        cache.kv_heads,
-        cache.head_dim,
-        cache.block_size,
-        DTYPES[k.dtype],
-        DTYPES[cache.dtype],
-        cache.group,
-        k.shape[2] if cache.value is cache.key else 0,
-    )
-
-
-@functools.cache
-def _slopes(slopes: tuple[float, ...] | None) -> np.ndarray | None:
-    """The slopes as an array that is never freed, as operations hold its address."""
-    return None if slopes is None else np.array(slopes, np.float32)
-
-
-def attention_op(q: CpuArray, cache: LayerCache, out: CpuArray, spec: AttentionSpec) -> Any:
-    """The operation that computes attention of q [T, H, D], tokens strided, to out, contiguous."""
-    assert isinstance(cache, CpuLayerCache)
-    return cpu.paged_attention(
-        *strided(q),
-        out.address,
-        cache.key.address,
-        cache.value.address,
-        q.shape[1],
-        cache.kv_heads,
-        cache.head_dim,
-        cache.block_size,
-        DTYPES[q.dtype],
-        DTYPES[cache.dtype],
-        spec.scale,
-        spec.window or 0,
-        spec.soft_cap or 0.0,
-        address(_slopes(spec.alibi_slopes)),
-        spec.causal,
-        cache.group,
-        spec.value_dim or 0,
-        *((0, 0, 0) if spec.bias is None else (address(spec.bias.values), *spec.bias.layout)),
-        cross=spec.cross,
-        sees_spans=spec.sees_spans,
-    )
-
-
-def copy_blocks(caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-    """Copies blocks (source, target) in every layer; all sources are read before any target is written."""
-    if not pairs:
-        return
-    for size, group in _by_block_size(caches).items():
-        check_pairs(pairs, len(group[0].key), len(group[0].key))
-        cpu.copy_blocks(_addresses(group), pairs, size)
-
-
-def swap_blocks(sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-    """Copies blocks (source, target) from one cache to another of the same type, in every layer."""
-    if not pairs:
-        return
-    to = _by_block_size(targets)
-    for size, group in _by_block_size(sources).items():
-        check_pairs(pairs, len(group[0].key), len(to[size][0].key))
-        cpu.swap_blocks(_addresses(group), _addresses(to[size]), pairs, size)
-
-
-def _by_block_size(caches: list[LayerCache]) -> dict[int, list[LayerCache]]:
-    """Caches by the bytes of their blocks, which differ between KV groups."""
-    groups: dict[int, list[LayerCache]] = {}
-    for cache in caches:
-        groups.setdefault(cache.key.strides[0], []).append(cache)
-    return groups
-
-
-def _addresses(caches: list[LayerCache]) -> list[int]:
-    both = ({cache.key.address: None, cache.value.address: None} for cache in caches)  # a latent cache has one
-    return [address for addresses in both for address in addresses]
-
-
-def _untouched_zeros(arrays: int, size: int) -> np.ndarray:
-    """uint8 zeros for so many arrays of ``size`` bytes, which use no memory until they are written.
-
-    They are in huge pages if the system has them, but for the first bytes of each array. A sequence's blocks are
-    anywhere in the cache: with small pages each would need an entry in the TLB. The first blocks are few, and they are
-    the first that are written: of a huge page for each layer all is zeroed in the first step of an engine.
-    """
-    if size == 0:
-        return np.zeros(0, np.uint8)
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return np.zeros(arrays * size, np.uint8)
-    memory = mmap.mmap(-1, arrays * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        for end in range(size, arrays * size + 1, size):
-            begin = -(-(end - size + _SMALL_PAGES) // mmap.PAGESIZE) * mmap.PAGESIZE
-            if begin < end:
-                memory.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)
-    return np.frombuffer(memory, np.uint8)
-
-
-# Collectives of ranks on one machine through shared memory, as operations of a tape.
-
-#: Default number of floats that a rank exchanges at once (1 MiB).
-SLOT_FLOATS = 1 << 18
-
-
-class SharedMemoryCommunicator:
-    """One rank of a group (see ``kernels.communicator.Communicator``)."""
-
-    def __init__(self, memory: Any, rank: int, size: int, *, timeout: float = 60.0) -> None:
-        """Joins the group of the ranks that map ``memory``.
-
-        Args:
-            memory: writable, zero at first, aligned to 64 bytes, of at least ``bytes_for(size)`` bytes.
-            rank: this rank.
-            size: ranks in the group.
-            timeout: seconds that a rank waits for the others before a collective fails with a RuntimeError.
-        """
-        self.rank, self.size = rank, size
-        self._memory = np.frombuffer(memory, dtype=np.uint8)
-        self._group = cpu.Communicator(self._memory.ctypes.data, len(self._memory), rank, size, timeout)
-
-    @staticmethod
-    def bytes_for(size: int, slot_floats: int = SLOT_FLOATS) -> int:
-        """Bytes of shared memory for ``size`` ranks and ``all_gather`` of rows of at most ``slot_floats`` floats."""
-        return int(cpu.Communicator.bytes_for(size, slot_floats))
-
-    def all_reduce_op(self, x: CpuArray, bias: CpuArray | None = None, add: CpuArray | None = None) -> Any:
-        """The operation that sums x [T, width] over the ranks in place, then adds bias [width] and add [T, width].
-
-        All are float32 and contiguous. The caller keeps them alive.
-        """
-        return cpu.all_reduce(self._group, x.address, x.shape[1], address(bias), *strided(add))
-
-    def all_gather_op(self, x: CpuArray, out: CpuArray) -> Any:
-        """The operation that gathers x [T, width] into out [T, size * width], float32 and contiguous."""
-        return cpu.all_gather(self._group, x.address, out.address, x.shape[1])
-
-    def all_reduce(self, x: np.ndarray) -> np.ndarray:
-        """See ``Communicator``."""
-        self.all_reduce_op(CpuArray.over(np.asarray(x))).run(cpu.Step(len(x)))
-        return x
-
-    def all_gather(self, x: np.ndarray) -> np.ndarray:
-        """See ``Communicator``."""
-        out = np.empty((len(x), self.size * x.shape[1]), np.float32)
-        self.all_gather_op(CpuArray.over(np.asarray(x)), CpuArray.over(out)).run(cpu.Step(len(x)))
-        return out
-
-
-class HostCommunicator:
-    """A group of any kind, called on the host at its place in the tape."""
-
-    def __init__(self, group: Communicator) -> None:
-        self._group = group
-        self.rank, self.size = group.rank, group.size
-
-    def all_reduce_op(self, x: CpuArray, bias: CpuArray | None = None, add: CpuArray | None = None) -> Any:
-        """See ``SharedMemoryCommunicator``."""
-
-        def run(rows: int) -> None:
-            part = x[:rows].numpy()
-            total = np.asarray(self._group.all_reduce(part))
-            if bias is not None:
-                total += bias.numpy()
-            if add is not None:
-                total += add[:rows].numpy()
-            if total is not part:
-                part[:] = total
-
-        return cpu.host_call(run)
-
-    def all_gather_op(self, x: CpuArray, out: CpuArray) -> Any:
-        """See ``SharedMemoryCommunicator``."""
-
-        def run(rows: int) -> None:
-            out[:rows].numpy()[:] = np.asarray(self._group.all_gather(x[:rows].numpy()))
-
-        return cpu.host_call(run)
-
-    def all_reduce(self, x: np.ndarray) -> np.ndarray:
-        """See ``Communicator``."""
-        return self._group.all_reduce(x)
-
-    def all_gather(self, x: np.ndarray) -> np.ndarray:
-        """See ``Communicator``."""
-        return self._group.all_gather(x)
 
 
 class CpuKernels(Kernels):
     """Kernels of ``octavo._cpu``. The results of a row do not depend on other rows."""
 
     name = "cpu"
-    group: SharedMemoryCommunicator | HostCommunicator | None = None
 
     def __init__(self) -> None:
         """Selects the best instruction sets of this processor, or those that ``OCTAVO_CPU_ISA`` names: as
         "FLOATS+INTEGERS", or by one name for each kind that has it, the other keeping its best.
-
-        Raises:
-            ConfigError: there is no such instruction set, this processor cannot run it, or it was not compiled.
         """
-        wanted = os.environ.get("OCTAVO_CPU_ISA")
-        if wanted:
+        if isa := os.environ.get("OCTAVO_CPU_ISA"):
             try:
-                cpu.choose_isa(wanted)
+                cpu.choose_isa(isa)
             except ValueError as e:
                 raise ConfigError(f"OCTAVO_CPU_ISA: {e}") from None
         self.runner = OpRunner()
@@ -319,23 +67,19 @@ class CpuKernels(Kernels):
         self.set_threads(None)
 
     def describe(self) -> str:
-        """Name, instruction sets and threads."""
         pinned = ", pinned" if cpu.threads_pinned() else ""
         return f"cpu (float {cpu.float_isa()}, integer {cpu.integer_isa()}, {cpu.num_threads()} threads{pinned})"
 
     def set_threads(self, count: int | None, pin: bool = False) -> None:
-        """Sets the threads of the kernels' pool."""
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         cpu.set_threads(count or available or 1, pin)
 
     def array(self, values: np.ndarray, dtype: DType | None = None) -> CpuArray:
-        """In memory of its own."""
         out = CpuArray.empty(values.shape, dtype or DType.of(values))
         out.numpy()[...] = values
         return out
 
     def wrap(self, values: np.ndarray) -> CpuArray:
-        """Over the same memory."""
         return CpuArray.over(values)
 
     def zeros(self, shape: tuple[int, ...], dtype: DType) -> CpuArray:
@@ -343,41 +87,32 @@ class CpuKernels(Kernels):
         return CpuArray.over(np.zeros(shape, dtype.numpy))
 
     def write(self, target: CpuArray, values: np.ndarray) -> None:
-        """See ``ArrayMaker``."""
         target.numpy()[...] = values
 
     def to_numpy(self, x: CpuArray) -> np.ndarray:
-        """Over the same memory."""
         return x.numpy()
 
     def take_rows(self, x: CpuArray, rows: np.ndarray) -> CpuArray:
-        """See ``ArrayMaker``."""
         return CpuArray.over(x.numpy()[rows])
 
     def put_rows(self, target: CpuArray, rows: np.ndarray, x: CpuArray) -> None:
-        """See ``ArrayMaker``."""
         target.numpy()[rows] = x.numpy()
 
     def scatter_columns(self, x: CpuArray, columns: CpuArray, width: int) -> CpuArray:
-        """See ``ArrayMaker``."""
         out = np.full((len(x), width), -np.inf, np.float32)
         out[:, columns.numpy()] = x.numpy()
         return CpuArray.over(out)
 
     def as_token_ids(self, tokens: np.ndarray) -> CpuArray:
-        """See ``ArrayMaker``."""
         return CpuArray.over(np.maximum(tokens, 0))
 
     def put_tokens(self, token_ids: CpuArray, targets: np.ndarray, tokens: np.ndarray, sources: np.ndarray) -> None:
-        """See ``ArrayMaker``."""
         token_ids.numpy()[targets] = np.maximum(tokens[sources], 0)
 
     def capture(self, forward: Forward, largest: BatchSize) -> Forward:
-        """See ``OpRunner.capture``."""
         return self.runner.capture(forward, largest, self)
 
     def capture_parts(self, forward: Forward, largest: BatchSize) -> PartedForward:
-        """See ``OpRunner.capture_parts``."""
         return self.runner.capture_parts(forward, largest, self)
 
     def take_sampled(self, hidden: CpuArray, batch: ForwardBatch, rows: int = 1) -> CpuArray:
@@ -399,36 +134,27 @@ class CpuKernels(Kernels):
         return out
 
     def token_rows(self, batch: ForwardBatch, width: int) -> CpuArray:
-        """See ``Kernels``."""
         return self.runner.new(batch.token_ids, (len(batch.token_ids), width), DType.FLOAT32)
 
     def host_call(self, function: Callable[[np.ndarray], None], x: CpuArray) -> CpuArray:
-        """The function gets the step's rows of x."""
         self.runner.run(cpu.host_call(lambda rows: function(x[:rows].numpy())), x)
         return x
 
-    def join(self, group: Communicator) -> None:
-        """See ``Collectives``; groups through other than shared memory are called on the host."""
-        self.group = group if isinstance(group, SharedMemoryCommunicator) else HostCommunicator(group)
-
     def all_reduce(self, x: CpuArray, bias: CpuArray | None = None, add: CpuArray | None = None) -> CpuArray:
-        """Through shared memory, with bias and add in one pass."""
         if self.group is None:
             assert bias is None and add is None, "products of a single rank add both themselves"
             return x
-        self.runner.run(self.group.all_reduce_op(x, bias, add), x)
+        self.runner.run(all_reduce_op(self.group, x, bias, add), x)
         return x
 
     def all_gather(self, x: CpuArray) -> CpuArray:
-        """Through shared memory."""
         if self.group is None:
             return x
         out = self.runner.new(x, (x.shape[0], self.group.size * x.shape[1]), DType.FLOAT32)
-        self.runner.run(self.group.all_gather_op(x, out), x)
+        self.runner.run(all_gather_op(self.group, x, out), x)
         return out
 
     def check_dtype(self, dtype: DType) -> None:
-        """Refuses float16."""
         if dtype not in (DType.FLOAT32, DType.BFLOAT16):
             raise ConfigError(
                 f"the CPU kernels compute in float32 or bfloat16, not in {dtype}: set dtype='bfloat16', or "
@@ -436,17 +162,31 @@ class CpuKernels(Kernels):
             )
 
     def make_sampling_backend(self, vocab_size: int) -> CompiledSampling:
-        """All rows in one call, on the kernels' threads."""
         return CompiledSampling()
 
     def block_bytes(self, spec: KVSpec, block_size: int) -> int:
-        """Bytes of one block of one layer, keys and values, padding and scales included."""
-        return spec.vectors * block_bytes(spec.num_kv_heads, spec.head_dim, block_size, DType(spec.dtype))
+        return spec.vectors * self._array_block_bytes(spec, block_size)
+
+    def _array_block_bytes(self, spec: KVSpec, block_size: int) -> int:
+        """Bytes of the keys, of the values, or of the latents, of one block of one layer."""
+        dtype = DType(spec.dtype)
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"the CPU kernels have no KV cache of type {dtype}; kv_cache_dtype may be auto, float32, bfloat16 or "
+                "int8"
+            )
+        return int(cpu.block_bytes(spec.num_kv_heads, spec.head_dim, block_size, DTYPES[dtype]))
 
     def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
-        """Keys and values in the layout that ``paged_attention`` reads."""
-        shape = (spec.num_kv_heads, spec.head_dim, DType(spec.dtype), spec.vectors)
-        return make_cache(layers, blocks, block_size, *shape)
+        stride = self._array_block_bytes(spec, block_size)
+        size = -(-blocks * stride // _PAGE) * _PAGE
+        count = spec.vectors * layers
+        memory = _untouched_zeros(count, size)
+        arrays = [CpuArray.over(memory[i * size :][: blocks * stride].reshape(blocks, stride)) for i in range(count)]
+        return [
+            CpuLayerCache(key, value, spec.num_kv_heads, spec.head_dim, block_size, DType(spec.dtype))
+            for key, value in zip(arrays[:: spec.vectors], arrays[spec.vectors - 1 :: spec.vectors], strict=True)
+        ]
 
     def pack(
         self,
@@ -458,7 +198,6 @@ class CpuKernels(Kernels):
         gated: bool = False,
         pieces: int = 1,
     ) -> CpuWeight:
-        """Packs for the register tiles: in ``dtype``, in 8 or 4 bits, or with a checkpoint's bits."""
         blocks = [part for part in parts if isinstance(part, QuantizedRows)]
         matrices = [part for part in parts if isinstance(part, np.ndarray)]
         bias = None if bias is None else rounded(bias, dtype)
@@ -473,24 +212,25 @@ class CpuKernels(Kernels):
         )
 
     def has_products(self, rows: QuantizedRows) -> bool:
-        """GGUF blocks of all types, and groups of the sizes that ``group_format`` lists."""
         return not isinstance(rows, GroupQuantizedRows) or group_format(rows) is not None
 
     def pack_heads(self, weight: np.ndarray, dtype: DType) -> CpuHeads:
-        """Packs each head's matrix for the register tiles."""
         return CpuHeads(self.runner, weight, dtype)
 
     def pack_experts(
         self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
     ) -> CpuExperts:
-        """Takes the packed matrices as they are."""
         return CpuExperts(self.runner, gate_up, down)
 
     def route(self, logits: CpuArray, spec: RoutingSpec, bias: CpuArray | None = None) -> tuple[CpuArray, CpuArray]:
-        """See ``Kernels``."""
         shape = (logits.shape[0], spec.top_k + spec.shared)
         experts, weights = self.runner.new(logits, shape, DType.INT32), self.runner.new(logits, shape, DType.FLOAT32)
-        self.runner.run(route_op(logits, spec, bias, experts, weights), logits)
+        op = cpu.route(
+            *strided(logits), address(bias), experts.address, weights.address, logits.shape[1] - spec.shared,
+            spec.shared, spec.top_k, spec.num_groups, spec.top_groups, spec.best_of_group, spec.scoring == "sigmoid",
+            spec.renormalize, spec.scale,
+        )  # fmt: skip
+        self.runner.run(op, logits)
         return experts, weights
 
     def embedding(
@@ -500,43 +240,22 @@ class CpuKernels(Kernels):
         out = self.runner.new(ids, (ids.shape[0], table.shape[1]), DType.FLOAT32) if add is None else add
         recording = self.runner.recording
         op = cpu.embedding(
-            table.address,
-            *table.shape,
-            out.address,
-            DTYPES[table.dtype],
-            cpu.Dtype.f32,
-            first,
-            cpu.Ids.token_ids if recording is None else recording.ids_of(ids),
-            scale,
-            address(add),
-        )
+            table.address, *table.shape, out.address, DTYPES[table.dtype], cpu.Dtype.f32, first,
+            cpu.Ids.token_ids if recording is None else recording.ids_of(ids), scale, address(add),
+        )  # fmt: skip
         self.runner.run(op, ids, token_ids=ids.address)
         return out
 
     def rms_norm(
-        self,
-        x: CpuArray,
-        weight: CpuArray,
-        eps: float,
-        *,
-        out_dtype: DType | None = None,
-        add: CpuArray | None = None,
+        self, x: CpuArray, weight: CpuArray, eps: float, *, out_dtype: DType | None = None, add: CpuArray | None = None
     ) -> CpuArray:
-        """x [T, E], or [T, heads, D] with any strides over the first two."""
         out = self.runner.new(x, x.shape, out_dtype or weight.dtype) if add is None else add
         self.runner.run(cpu.rms_norm(*_norm_input(x, weight), *_norm_output(x, out, eps), add=address(add)), x)
         return out
 
     def layer_norm(
-        self,
-        x: CpuArray,
-        weight: CpuArray,
-        bias: CpuArray | None,
-        eps: float,
-        *,
-        out_dtype: DType | None = None,
+        self, x: CpuArray, weight: CpuArray, bias: CpuArray | None, eps: float, *, out_dtype: DType | None = None
     ) -> CpuArray:
-        """x [T, E], or [T, heads, D] with any strides over the first two."""
         out = self.runner.new(x, x.shape, out_dtype or weight.dtype)
         source, dtype, stride, weights, weight_dtype = _norm_input(x, weight)
         op = cpu.layer_norm(source, dtype, stride, weights, address(bias), weight_dtype, *_norm_output(x, out, eps))
@@ -544,25 +263,17 @@ class CpuKernels(Kernels):
         return out
 
     def soft_cap(self, x: CpuArray, cap: float) -> CpuArray:
-        """In place."""
         self.runner.run(cpu.soft_cap(x.address, x.strides[0], x.shape[1], cap), x)
         return x
 
     def rotary(
         self, q: CpuArray, k: CpuArray, positions: CpuArray, cos_sin: CpuArray, sections: Sequence[int] = ()
     ) -> tuple[CpuArray, CpuArray]:
-        """Rotates both in place."""
         op = cpu.rotary(
-            *strided(q),
-            *strided(k),
-            q.shape[1],
-            k.shape[1],
-            q.shape[2],
-            cos_sin.shape[1],
-            cos_sin.address,
+            *strided(q), *strided(k), q.shape[1], k.shape[1], q.shape[2], cos_sin.shape[1], cos_sin.address,
             DTYPES[q.dtype],
             sections=list(sections),
-        )
+        )  # fmt: skip
         if sections:
             self.runner.run(op, q, rotary_positions=positions.address, rotary_stride=positions.strides[0])
         else:
@@ -579,7 +290,6 @@ class CpuKernels(Kernels):
         cos_sin: CpuArray,
         cache: LayerCache,
     ) -> CpuArray:
-        """Both parts of the queries are written to their place in the result."""
         assert isinstance(absorb, CpuHeads)
         (tokens, heads, width), rope, rank = q.shape, k_rope.shape[1], latent.shape[1]
         out = self.runner.new(q, (tokens, heads, rank + rope), q.dtype)
@@ -587,28 +297,15 @@ class CpuKernels(Kernels):
         run(absorb.operation(q[:, :, : width - rope], out[:, :, :rank]), q)
         q_rope, rotated = q[:, :, width - rope :], out[:, :, rank:]
         rotary = cpu.rotary(
-            q_rope.address,
-            q.strides[0],
-            k_rope.address,
-            k_rope.strides[0],
-            heads,
-            1,
-            rope,
-            cos_sin.shape[1],
-            cos_sin.address,
-            DTYPES[q.dtype],
-            q.strides[1],
-            rotated.address,
-            out.strides[0],
-            out.strides[1],
-        )
+            q_rope.address, q.strides[0], k_rope.address, k_rope.strides[0], heads, 1, rope, cos_sin.shape[1],
+            cos_sin.address, DTYPES[q.dtype], q.strides[1], rotated.address, out.strides[0], out.strides[1],
+        )  # fmt: skip
         run(rotary, q, positions=batch.positions.address)
         slots = batch.slot_mapping[cache.group].address
         run(write_op(latent[:, None], k_rope[:, None], cache), latent, slots=slots)
         return out
 
     def reshape_and_cache(self, k: CpuArray, v: CpuArray, cache: LayerCache, slots: CpuArray) -> None:
-        """Writes keys and values to their slots."""
         self.runner.run(write_op(k, v, cache), k, slots=slots.address)
 
     def paged_attention(self, q: CpuArray, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> CpuArray:
@@ -618,12 +315,19 @@ class CpuKernels(Kernels):
         return out
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """Copies blocks in every layer, all sources before any target."""
-        copy_blocks(caches, pairs)
+        if not pairs:
+            return
+        for size, arrays in _by_block_bytes(caches).items():
+            check_pairs(pairs, len(arrays[0]), len(arrays[0]))
+            cpu.copy_blocks([array.address for array in arrays], pairs, size)
 
     def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """Copies blocks of one cache to another, as bytes."""
-        swap_blocks(sources, targets, pairs)
+        if not pairs:
+            return
+        to = _by_block_bytes(targets)
+        for size, arrays in _by_block_bytes(sources).items():
+            check_pairs(pairs, len(arrays[0]), len(to[size][0]))
+            cpu.swap_blocks([x.address for x in arrays], [x.address for x in to[size]], pairs, size)
 
 
 def _norm_input(x: CpuArray, weight: CpuArray) -> tuple[Any, ...]:
@@ -635,3 +339,146 @@ def _norm_output(x: CpuArray, out: CpuArray, eps: float) -> tuple[Any, ...]:
     """Address and type of out, width, eps, heads and the stride from head to head of x."""
     heads = x.shape[1] if len(x.shape) == 3 else 1
     return out.address, DTYPES[out.dtype], x.shape[-1], eps, heads, x.strides[1] if heads > 1 else 0
+
+
+@dataclass(slots=True)
+class CpuLayerCache(LayerCache):
+    """``key`` and ``value`` are uint8 [blocks, bytes of a block]."""
+
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    #: int8: a scale for each token and KV head.
+    dtype: DType
+
+
+def write_op(k: CpuArray, v: CpuArray, cache: LayerCache) -> Any:
+    """The operation that writes k and v [T, K, D], tokens strided, or the parts of latents, to the step's slots."""
+    assert isinstance(cache, CpuLayerCache)
+    return cpu.reshape_and_cache(
+        *strided(k), *strided(v), cache.key.address, cache.value.address, cache.kv_heads, cache.head_dim,
+        cache.block_size, DTYPES[k.dtype], DTYPES[cache.dtype], cache.group,
+        k.shape[2] if cache.value is cache.key else 0,
+    )  # fmt: skip
+
+
+def attention_op(q: CpuArray, cache: LayerCache, out: CpuArray, spec: AttentionSpec) -> Any:
+    """The operation that computes attention of q [T, H, D], tokens strided, to out, contiguous."""
+    assert isinstance(cache, CpuLayerCache)
+    return cpu.paged_attention(
+        *strided(q), out.address, cache.key.address, cache.value.address, q.shape[1], cache.kv_heads, cache.head_dim,
+        cache.block_size, DTYPES[q.dtype], DTYPES[cache.dtype], spec.scale, spec.window or 0, spec.soft_cap or 0.0,
+        address(_slopes(spec.alibi_slopes)), spec.causal, cache.group, spec.value_dim or 0,
+        *((0, 0, 0) if spec.bias is None else (address(spec.bias.values), *spec.bias.layout)),
+        cross=spec.cross, sees_spans=spec.sees_spans,
+    )  # fmt: skip
+
+
+@functools.cache
+def _slopes(slopes: tuple[float, ...] | None) -> np.ndarray | None:
+    """The slopes as an array that is never freed, as operations hold its address."""
+    return None if slopes is None else np.array(slopes, np.float32)
+
+
+def _by_block_bytes(caches: list[LayerCache]) -> dict[int, list[CpuArray]]:
+    """Arrays of the caches by the bytes of a block, which differ between KV groups; a latent cache has one array."""
+    groups: dict[int, list[CpuArray]] = {}
+    for cache in caches:
+        arrays = (cache.key,) if cache.value is cache.key else (cache.key, cache.value)
+        groups.setdefault(cache.key.strides[0], []).extend(arrays)
+    return groups
+
+
+def _untouched_zeros(arrays: int, size: int) -> np.ndarray:
+    """uint8 [arrays * size] zeros that use no memory until they are written.
+
+    They are in huge pages if the system has them, except the first bytes of each array. A sequence's blocks are
+    anywhere in the cache: with small pages each would need an entry in the TLB. The first blocks are written first:
+    in huge pages, the first step of an engine would zero a whole page for each layer.
+    """
+    if size == 0:
+        return np.zeros(0, np.uint8)
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return np.zeros(arrays * size, np.uint8)
+    memory = mmap.mmap(-1, arrays * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        for end in range(size, arrays * size + 1, size):
+            begin = -(-(end - size + _SMALL_PAGES) // mmap.PAGESIZE) * mmap.PAGESIZE
+            if begin < end:
+                memory.madvise(mmap.MADV_HUGEPAGE, begin, end - begin)
+    return np.frombuffer(memory, np.uint8)
+
+
+# Collectives of ranks on one machine through shared memory, as operations of a tape.
+
+
+class SharedMemoryCommunicator:
+    """One rank of a group on this machine; see ``Communicator``."""
+
+    def __init__(self, memory: Any, rank: int, size: int, *, timeout: float = 60.0) -> None:
+        """Joins the group of the ranks that map ``memory``.
+
+        Args:
+            memory: writable, zero at first, aligned to 64 bytes, of at least ``bytes_for(size)`` bytes.
+            timeout: seconds that a rank waits for the others before a collective fails with a RuntimeError.
+        """
+        self.rank, self.size = rank, size
+        self._memory = np.frombuffer(memory, dtype=np.uint8)
+        self._group = cpu.Communicator(self._memory.ctypes.data, len(self._memory), rank, size, timeout)
+
+    @staticmethod
+    def bytes_for(size: int, slot_floats: int = 1 << 18) -> int:
+        """Bytes of shared memory for ``size`` ranks that exchange ``slot_floats`` floats at once.
+
+        Rows of ``all_gather`` may not be longer.
+        """
+        return int(cpu.Communicator.bytes_for(size, slot_floats))
+
+    def all_reduce_op(self, x: CpuArray, bias: CpuArray | None = None, add: CpuArray | None = None) -> Any:
+        """The operation that sums x [T, width] over the ranks in place, then adds bias [width] and add [T, width].
+
+        All are float32 and contiguous. The caller keeps them alive.
+        """
+        return cpu.all_reduce(self._group, x.address, x.shape[1], address(bias), *strided(add))
+
+    def all_gather_op(self, x: CpuArray, out: CpuArray) -> Any:
+        """The operation that gathers x [T, width] into out [T, size * width], float32 and contiguous."""
+        return cpu.all_gather(self._group, x.address, out.address, x.shape[1])
+
+    def all_reduce(self, x: np.ndarray) -> np.ndarray:
+        self.all_reduce_op(CpuArray.over(np.asarray(x))).run(cpu.Step(len(x)))
+        return x
+
+    def all_gather(self, x: np.ndarray) -> np.ndarray:
+        out = np.empty((len(x), self.size * x.shape[1]), np.float32)
+        self.all_gather_op(CpuArray.over(np.asarray(x)), CpuArray.over(out)).run(cpu.Step(len(x)))
+        return out
+
+
+def all_reduce_op(group: Communicator, x: CpuArray, bias: CpuArray | None, add: CpuArray | None) -> Any:
+    """``SharedMemoryCommunicator.all_reduce_op`` for any group: other ones are called on the host."""
+    if isinstance(group, SharedMemoryCommunicator):
+        return group.all_reduce_op(x, bias, add)
+
+    def run(rows: int) -> None:
+        part = x[:rows].numpy()
+        total = np.asarray(group.all_reduce(part))
+        if bias is not None:
+            total += bias.numpy()
+        if add is not None:
+            total += add[:rows].numpy()
+        if total is not part:
+            part[:] = total
+
+    return cpu.host_call(run)
+
+
+def all_gather_op(group: Communicator, x: CpuArray, out: CpuArray) -> Any:
+    """``SharedMemoryCommunicator.all_gather_op`` for any group: other ones are called on the host."""
+    if isinstance(group, SharedMemoryCommunicator):
+        return group.all_gather_op(x, out)
+
+    def run(rows: int) -> None:
+        out[:rows].numpy()[:] = np.asarray(group.all_gather(x[:rows].numpy()))
+
+    return cpu.host_call(run)

@@ -7,6 +7,7 @@ values: one scale per row would lose accuracy where a few channels are far great
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,13 +29,262 @@ from octavo.kernels.interface import (
     PackedExperts,
     PackedHeads,
     PackedWeight,
-    RoutingSpec,
     check_part,
-    rounded_part,
+    round_part,
 )
 from octavo.kernels.weight_rows import GGUFRows, GroupQuantizedRows, QuantizedRows
 
-# Quantisation of weights to 8 or 4 bits, at load.
+
+class CpuWeight(PackedWeight):
+    """A weight of the CPU kernels; subclasses create the operation of its product."""
+
+    #: The compiled matrix, if it ``has_rows``.
+    _matrix: Any
+
+    def __init__(self, runner: OpRunner, outputs: int, gated: bool) -> None:
+        self.gated = gated
+        #: Columns of a result.
+        self.width = outputs // 2 if gated else outputs
+        self._runner = runner
+
+    def __call__(
+        self,
+        x: CpuArray,
+        out_dtype: DType | None = None,
+        add: CpuArray | None = None,
+        activation: Activation | None = None,
+    ) -> CpuArray:
+        """Adds, activates and rounds the float32 sums while they are in registers."""
+        out_dtype = out_dtype or x.dtype
+        if add is not None and out_dtype == DType.FLOAT32 and not self.gated and add.is_contiguous:
+            out = add
+        else:
+            out = self._runner.new(x, (x.shape[0], self.width), out_dtype)
+        op = self.operation(x, out, add, activation)
+        if self._runner.takes_delta(add):
+            op = cpu.if_adapters(op, self.operation(x, out, None, activation))
+        self._runner.run(op, x)
+        return out
+
+    def rows(self, ids: CpuArray, first: int, *, scale: float, dtype: DType) -> CpuArray:
+        """While recording, ids must be the batch's token ids."""
+        out = self._runner.new(ids, (ids.shape[0], self._matrix.k), DType.FLOAT32)
+        op = cpu.lookup(self._matrix, out.address, first, dtype == DType.BFLOAT16, scale)
+        self._runner.run(op, ids, token_ids=ids.address)
+        return out
+
+    def operation(
+        self, x: CpuArray, out: CpuArray, add: CpuArray | None = None, activation: Activation | None = None
+    ) -> Any:
+        """The operation that computes a row of out for each token of the step.
+
+        It holds addresses: the caller keeps x, out, add and this weight alive.
+        """
+        return self._operation(*typed(x), *typed(out), *strided(add), getattr(cpu.Activation, activation or "none"))
+
+    @abstractmethod
+    def _operation(self, *arguments: Any) -> Any:
+        """The compiled operation; the arguments are the same for all formats."""
+
+
+class CpuDenseWeight(CpuWeight):
+    """Float32 or bfloat16, in groups of 16 outputs; for a gated weight 8 of the gate and 8 of up."""
+
+    def __init__(
+        self,
+        runner: OpRunner,
+        parts: Sequence[np.ndarray],
+        dtype: DType,
+        bias: np.ndarray | None = None,
+        gated: bool = False,
+        pieces: int = 1,
+    ) -> None:
+        rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
+        super().__init__(runner, rows, gated)
+        self.has_rows = not gated
+        if dtype not in (DType.FLOAT32, DType.BFLOAT16):
+            raise ConfigError(f"the CPU kernels compute in float32 or bfloat16, not in {dtype}")
+        held = [_with_contiguous_rows(rounded(part, dtype)) for part in parts]
+        floats = None if bias is None else np.ascontiguousarray(bias, np.float32)
+        # The stride of a single row is undefined.
+        places = [(address(m), len(m), m.strides[0] // m.itemsize if len(m) > 1 else columns) for m in held]
+        self.packed = self._matrix = cpu.pack_linear(places, columns, DTYPES[dtype], address(floats), gated, pieces)
+
+    def _operation(self, *arguments: Any) -> Any:
+        return cpu.linear(self.packed, *arguments)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.packed.nbytes)
+
+
+class CpuQuantizedWeight(CpuWeight):
+    """Quantised matrices with the same input; each may have another format."""
+
+    def __init__(
+        self, runner: OpRunner, parts: list[Codes], bias: np.ndarray | None = None, gated: bool = False
+    ) -> None:
+        inputs = {part.codes.shape[1] for part in parts}
+        if len(inputs) != 1:
+            raise ConfigError(f"the matrices of a quantised layer must have the same inputs, not {sorted(inputs)}")
+        outputs = sum(part.codes.shape[0] for part in parts)
+        if bias is not None and bias.shape != (outputs,):
+            raise ConfigError(f"the bias of a quantised layer has shape {list(bias.shape)}, expected [{outputs}]")
+        super().__init__(runner, outputs, gated)
+        self.parts = [_pack_codes(part) for part in parts]
+        self._matrix = self.parts[0]
+        self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
+
+    def _operation(self, *arguments: Any) -> Any:
+        return cpu.linear_quant(self.parts, *arguments, address(self.bias), self.gated)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts) + (0 if self.bias is None else self.bias.nbytes)
+
+
+def _with_contiguous_rows(matrix: np.ndarray) -> np.ndarray:
+    """The matrix, copied unless each of its rows is contiguous and rows do not overlap."""
+    rows, columns = matrix.strides
+    if columns == matrix.itemsize and rows % columns == 0 and rows >= columns * matrix.shape[1]:
+        return matrix
+    return np.ascontiguousarray(matrix)
+
+
+def _pack_codes(weight: Codes) -> Any:
+    n, k = weight.codes.shape
+    tensors = (weight.codes, weight.scales, weight.minima, weight.group_scales, weight.group_minima)
+    # Keeps the arrays alive until the packing is done.
+    held = [None if tensor is None else np.ascontiguousarray(tensor) for tensor in tensors]
+    try:
+        return cpu.PackedQuant(weight.format, n, k, *map(address, held))
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+
+
+class CpuHeads(PackedHeads):
+    """Float32 or bfloat16 matrices of heads, each packed as a ``CpuDenseWeight``; one operation multiplies all."""
+
+    def __init__(self, runner: OpRunner, weight: np.ndarray, dtype: DType) -> None:
+        self._runner = runner
+        self._heads = [CpuDenseWeight(runner, [head], dtype).packed for head in weight]
+        self._outputs = weight.shape[1]
+
+    def __call__(self, x: CpuArray) -> CpuArray:
+        out = self._runner.new(x, (*x.shape[:2], self._outputs), x.dtype)
+        self._runner.run(self.operation(x, out), x)
+        return out
+
+    def operation(self, x: CpuArray, out: CpuArray) -> Any:
+        """The operation from x [T, H, K] to out [T, H, N], tokens and heads strided; it holds addresses."""
+        matrices = ((array.address, *array.strides[:2], DTYPES[array.dtype]) for array in (x, out))
+        return cpu.head_products(self._heads, *itertools.chain(*matrices))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(head.nbytes) for head in self._heads)
+
+
+class CpuExperts(PackedExperts):
+    def __init__(self, runner: OpRunner, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]) -> None:
+        self._runner = runner
+        self._group = cpu.ExpertGroup([*map(_expert_matrix, gate_up)], [*map(_expert_matrix, down)])
+
+    def __call__(self, x: CpuArray, experts: CpuArray, weights: CpuArray, add: CpuArray | None = None) -> CpuArray:
+        """The rows of an expert in one product; a row's bits do not depend on the others."""
+        out = self._runner.new(x, tuple(x.shape), DType.FLOAT32) if add is None else add
+        op = cpu.experts(
+            self._group, *typed(x), experts.address, weights.address, experts.shape[1], *strided(out), *strided(add)
+        )
+        self._runner.run(op, x)
+        return out
+
+
+def _expert_matrix(weight: PackedWeight) -> Any:
+    if isinstance(weight, CpuQuantizedWeight):
+        return cpu.quantized_expert(weight.parts)
+    assert isinstance(weight, CpuDenseWeight)
+    return cpu.dense_expert(weight.packed)
+
+
+# Low-rank products; see csrc/cpu/bind_lora.cpp.
+
+
+class CpuAdapters(Adapters):
+    def __init__(self, runner: OpRunner) -> None:
+        super().__init__()
+        self.runner = runner
+
+    def _take(self, slots: CpuArray, rows: CpuArray) -> CpuArray:
+        return CpuArray.over(slots.numpy()[rows.numpy()])
+
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> CpuLowRank:
+        return CpuLowRank(self, shape, sampled=sampled)
+
+    def make_low_rank_embedding(self, shape: LowRankShape) -> CpuLowRankEmbedding:
+        return CpuLowRankEmbedding(self, shape)
+
+
+class CpuLowRank(LowRank):
+    """An operation that does nothing in steps without adapters."""
+
+    def __init__(self, adapters: CpuAdapters, shape: LowRankShape, *, sampled: bool = False) -> None:
+        super().__init__(shape)
+        self._adapters, self._sampled = adapters, sampled
+        self._held = cpu.LowRankSlots(shape.slots)
+
+    def pack(self, parts: Sequence[LowRankPart | None]) -> Any:
+        """For vectors of 16 outputs, and of 64 bytes of inputs, in the order in which they are read."""
+        self.check(parts)
+        rounded = [None if part is None else round_part(part, self.dtype) for part in parts]
+        return cpu.low_rank_adapter(
+            [0 if part is None else address(part.down) for part in rounded],
+            [0 if part is None else address(part.up) for part in rounded],
+            [0 if part is None else len(part.down) for part in rounded], self.outputs, self.inputs, DTYPES[self.dtype],
+        )  # fmt: skip
+
+    def place(self, slot: int, packed: Any | None) -> None:
+        self._held.place(slot, packed)
+
+    def __call__(self, x: CpuArray, add: CpuArray | None = None) -> CpuArray | None:
+        adapters = self._adapters
+        slots = adapters.slots(sampled=self._sampled)
+        if slots is None and adapters.runner.recording is None:
+            return add
+        out = adapters.runner.new_delta(x, sum(self.outputs)) if add is None else add
+        dtype = DTYPES[self.dtype]
+        op = cpu.low_rank(self._held, self.inputs, self.outputs, dtype, *typed(x), *strided(add), *strided(out))
+        adapters.runner.run(op, x, adapters=address(slots))
+        return out
+
+
+class CpuLowRankEmbedding(LowRankEmbedding):
+    """An operation over the tokens, in the loop of the embedding's own."""
+
+    def __init__(self, adapters: CpuAdapters, shape: LowRankShape) -> None:
+        super().__init__(shape)
+        self._adapters = adapters
+        self._held = cpu.LowRankTableSlots(shape.slots)
+
+    def pack(self, part: LowRankPart) -> Any:
+        check_part(part, self.rows, self.outputs, self.max_rank)
+        down, up = round_part(part, self.dtype)
+        table = np.ascontiguousarray(down.T)
+        return cpu.low_rank_table(address(table), address(up), len(down), self.rows, self.outputs, DTYPES[self.dtype])
+
+    def place(self, slot: int, packed: Any | None) -> None:
+        self._held.place(slot, packed)
+
+    def __call__(self, ids: CpuArray, add: CpuArray, first: int = 0) -> CpuArray:
+        """While recording, ids must be the batch's token ids."""
+        slots, runner = self._adapters.slots(), self._adapters.runner
+        if slots is not None or runner.recording is not None:
+            op = cpu.low_rank_lookup(self._held, self.outputs, first, add.address)
+            runner.run(op, ids, adapters=address(slots), token_ids=ids.address)
+        return add
+
+
+# Codes of quantised weights, packed by ``CpuQuantizedWeight``.
 
 
 @dataclass(frozen=True)
@@ -52,20 +302,6 @@ class Codes:
     group_scales: np.ndarray | None = None
     group_minima: np.ndarray | None = None
 
-    def dequantize(self) -> np.ndarray:
-        """The values, float32 [N, K]."""
-        n, k = self.codes.shape
-        scales = self.scales.astype(np.float32).reshape(n, -1)
-        minima = None if self.minima is None else self.minima.astype(np.float32)
-        if self.group_scales is not None and self.group_minima is not None and minima is not None:
-            scales = np.repeat(scales, 8, 1) * self.group_scales
-            minima = -(np.repeat(minima, 8, 1) * self.group_minima)
-        codes = self.codes.astype(np.float32).reshape(n, scales.shape[1], -1)
-        if minima is None:
-            codes = codes if self.codes.dtype == np.int8 else codes - 8
-            return (codes * scales[..., None]).reshape(n, k)
-        return (codes * scales[..., None] + minima[..., None]).reshape(n, k)
-
 
 def quantize_weight(weight: np.ndarray, kind: str, group: int | None) -> Codes:
     """Quantises a floating-point weight [N, K].
@@ -79,7 +315,6 @@ def quantize_weight(weight: np.ndarray, kind: str, group: int | None) -> Codes:
         group: weights of a row that share a scale, 32 or 128; None (int8 only): the whole row.
 
     Raises:
-        ConfigError: an unknown kind or group, or K is no multiple of the group.
         WeightError: a weight is infinite or not a number, or too great for a float16 scale.
     """
     if (kind, group) not in {("int8", None), ("int8", 32), ("int8", 128), ("int4", 32), ("int4", 128)}:
@@ -100,20 +335,36 @@ def quantize_weight(weight: np.ndarray, kind: str, group: int | None) -> Codes:
     return Codes("q8_channel" if group is None else f"q{bits}_{group}", codes, scales)
 
 
-# Exact conversion of GGUF blocks to codes and scales.
+def codes_of_matrix(weight: np.ndarray, kind: str) -> Codes:
+    """The codes of a floating-point matrix [n, k].
+
+    "int8" has a scale per row; "int4" one for 32 values, or is "int8" if k is no multiple of 32.
+    """
+    if kind not in ("int8", "int4"):
+        raise ConfigError(f"the CPU kernels have quantization int8 and int4, not {kind!r}; fp8 is for GPUs")
+    group = 32 if kind == "int4" and weight.shape[1] % 32 == 0 else None
+    return quantize_weight(weight, kind if group else "int8", group)
+
+
+def keeps_bits(part: QuantizedRows) -> bool:
+    """Whether ``codes_of_rows`` gives the very values of a GGUF matrix."""
+    return isinstance(part, GGUFRows) and part.kind in KEPT_TYPES
+
+
+def codes_of_rows(part: QuantizedRows) -> Codes:
+    """The codes of a matrix in a checkpoint's own bits; GGUF blocks of other types than ``KEPT_TYPES`` get 8 bits.
+
+    Those types have 2 to 6 bits: with a scale for each 32 values, the second rounding error is far below the first.
+    """
+    if isinstance(part, GroupQuantizedRows):
+        return group_codes(part)
+    if isinstance(part, GGUFRows) and keeps_bits(part):
+        return gguf_weight(part.kind, part.rows, part.columns)
+    return quantize_weight(part.dequantize(), "int8", 32)
 
 
 def gguf_weight(kind: str, rows: np.ndarray, columns: int) -> Codes:
-    """The codes of a tensor.
-
-    Args:
-        kind: type of the tensor, one of ``KEPT_TYPES``.
-        rows: uint8 [N, bytes of a row], as they are in the file.
-        columns: K.
-
-    Raises:
-        ConfigError: the type is not one of ``KEPT_TYPES``, or the rows do not have the bytes of K values.
-    """
+    """The exact codes of a GGUF tensor: uint8 rows [N, bytes of a row] of K ``columns``, of one of ``KEPT_TYPES``."""
     if kind not in _READERS:
         raise ConfigError(f"GGUF type {kind} is not kept in its bits; kept: {', '.join(_READERS)}")
     values, size, read = _READERS[kind]
@@ -203,16 +454,14 @@ _READERS: dict[str, tuple[int, int, Callable[[np.ndarray], Codes]]] = {
 KEPT_TYPES = frozenset(_READERS)
 
 
-# Conversion of integers in groups (GPTQ, AWQ, compressed-tensors) to the formats of the compiled kernels.
-
 #: Greatest relative error of a scale or minimum as float16.
 _HALF_ROUNDING = 2.0**-11
 
 
 def group_format(rows: GroupQuantizedRows) -> str | None:
-    """The kernels' format of these rows.
+    """The kernels' format of GPTQ, AWQ or compressed-tensors rows.
 
-    None if there is none: groups that are no multiple of 32, 8 bits with zeros, or scales out of float16's range.
+    None for groups that are no multiple of 32, 8 bits with zeros, or scales out of float16's range.
     """
     if rows.bits == 8 and rows.zeros is None and rows.scales.shape[1] == 1:
         return "q8_channel"
@@ -225,11 +474,6 @@ def group_format(rows: GroupQuantizedRows) -> str | None:
 
 
 def group_codes(rows: GroupQuantizedRows) -> Codes:
-    """The codes of these rows.
-
-    Raises:
-        ConfigError: they have no ``group_format``.
-    """
     format = group_format(rows)
     if format is None:
         raise ConfigError(
@@ -248,7 +492,7 @@ def group_codes(rows: GroupQuantizedRows) -> Codes:
 
 
 def _minima(rows: GroupQuantizedRows) -> np.ndarray:
-    """What code 0 stands for, float32 [N, groups]."""
+    """The values of code 0, float32 [N, groups]."""
     assert rows.zeros is not None
     return -(rows.zeros.astype(np.float32) * rows.scales.astype(np.float32))
 
@@ -260,375 +504,5 @@ def _fits_half(values: np.ndarray) -> bool:
 
 
 def _code_halves(values: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # what is out of range becomes infinite, which is looked for
+    with np.errstate(over="ignore"):  # _fits_half finds infinite values
         return values.astype(np.float32).astype(np.float16)
-
-
-class CpuWeight(PackedWeight):
-    """A weight of the CPU kernels; subclasses create the operation of its product."""
-
-    def __init__(self, runner: OpRunner, outputs: int, gated: bool) -> None:
-        self.gated = gated
-        #: Columns of a result.
-        self.width = outputs // 2 if gated else outputs
-        self._runner = runner
-
-    def __call__(
-        self,
-        x: CpuArray,
-        out_dtype: DType | None = None,
-        add: CpuArray | None = None,
-        activation: Activation | None = None,
-    ) -> CpuArray:
-        """Adds, activates and rounds the float32 sums while they are in registers."""
-        out_dtype = out_dtype or x.dtype
-        if add is not None and out_dtype == DType.FLOAT32 and not self.gated and add.is_contiguous:
-            out = add
-        else:
-            out = self._runner.new(x, (x.shape[0], self.width), out_dtype)
-        op = self.operation(x, out, add, activation)
-        if self._runner.takes_delta(add):
-            op = cpu.if_adapters(op, self.operation(x, out, None, activation))
-        self._runner.run(op, x)
-        return out
-
-    def rows(self, ids: CpuArray, first: int, *, scale: float, dtype: DType) -> CpuArray:
-        """While recording, ids must be the batch's token ids."""
-        out = self._runner.new(ids, (ids.shape[0], self._matrix.k), DType.FLOAT32)
-        op = cpu.lookup(self._matrix, out.address, first, dtype == DType.BFLOAT16, scale)
-        self._runner.run(op, ids, token_ids=ids.address)
-        return out
-
-    @property
-    @abstractmethod
-    def _matrix(self) -> Any:
-        """The compiled matrix, if it ``has_rows``."""
-
-    def operation(
-        self, x: CpuArray, out: CpuArray, add: CpuArray | None = None, activation: Activation | None = None
-    ) -> Any:
-        """The operation that computes a row of out for each token of the step.
-
-        It holds addresses: the caller keeps x, out, add and this weight alive.
-        """
-        return self._operation(*typed(x), *typed(out), *strided(add), getattr(cpu.Activation, activation or "none"))
-
-    @abstractmethod
-    def _operation(self, *arguments: Any) -> Any:
-        """The compiled operation; the arguments are the same for all formats."""
-
-
-class CpuDenseWeight(CpuWeight):
-    """Float32 or bfloat16, in groups of 16 outputs; for a gated weight 8 of the gate and 8 of up."""
-
-    def __init__(
-        self,
-        runner: OpRunner,
-        parts: Sequence[np.ndarray],
-        dtype: DType,
-        bias: np.ndarray | None = None,
-        gated: bool = False,
-        pieces: int = 1,
-    ) -> None:
-        """Copies parts [n_i, K], rounded to ``dtype``, and bias [sum of n_i], all of any float type.
-
-        ``pieces``: see ``Kernels.pack``.
-
-        Raises:
-            ConfigError: the weight has another type.
-        """
-        rows, columns = sum(len(part) for part in parts), parts[0].shape[1]
-        super().__init__(runner, rows, gated)
-        self.has_rows = not gated
-        if dtype not in (DType.FLOAT32, DType.BFLOAT16):
-            raise ConfigError(f"the CPU kernels compute in float32 or bfloat16, not in {dtype}")
-        held = [_by_rows(rounded(part, dtype)) for part in parts]
-        floats = None if bias is None else np.ascontiguousarray(bias, np.float32)
-        # The stride of a single row is undefined.
-        places = [(address(m), len(m), m.strides[0] // m.itemsize if len(m) > 1 else columns) for m in held]
-        self.packed = cpu.pack_linear(places, columns, DTYPES[dtype], address(floats), gated, pieces)
-
-    @property
-    def _matrix(self) -> Any:
-        return self.packed
-
-    def _operation(self, *arguments: Any) -> Any:
-        return cpu.linear(self.packed, *arguments)
-
-    @property
-    def nbytes(self) -> int:
-        """Padding included."""
-        return int(self.packed.nbytes)
-
-
-class CpuHeads(PackedHeads):
-    """Float32 or bfloat16 matrices of heads, each packed as a ``CpuDenseWeight``; one operation multiplies all."""
-
-    def __init__(self, runner: OpRunner, weight: np.ndarray, dtype: DType) -> None:
-        """Copies weight [H, N, K]."""
-        self._runner = runner
-        self._heads = [CpuDenseWeight(runner, [head], dtype).packed for head in weight]
-        self._outputs = weight.shape[1]
-
-    def __call__(self, x: CpuArray) -> CpuArray:
-        """To a new tensor."""
-        out = self._runner.new(x, (*x.shape[:2], self._outputs), x.dtype)
-        self._runner.run(self.operation(x, out), x)
-        return out
-
-    def operation(self, x: CpuArray, out: CpuArray) -> Any:
-        """The operation from x [T, H, K] to out [T, H, N], tokens and heads strided; it holds addresses."""
-        return cpu.head_products(
-            self._heads,
-            x.address,
-            x.strides[0],
-            x.strides[1],
-            DTYPES[x.dtype],
-            out.address,
-            out.strides[0],
-            out.strides[1],
-            DTYPES[out.dtype],
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Padding included."""
-        return sum(int(head.nbytes) for head in self._heads)
-
-
-class CpuQuantizedWeight(CpuWeight):
-    """Quantised matrices with the same input; each may have another format."""
-
-    def __init__(
-        self, runner: OpRunner, parts: list[Codes], bias: np.ndarray | None = None, gated: bool = False
-    ) -> None:
-        """Packs the codes [n_i, K] and the bias [sum of n_i].
-
-        Raises:
-            ConfigError: they differ in K, a format does not support K, or the bias has another size.
-        """
-        inputs = {part.codes.shape[1] for part in parts}
-        if len(inputs) != 1:
-            raise ConfigError(f"the matrices of a quantised layer must have the same inputs, not {sorted(inputs)}")
-        outputs = sum(part.codes.shape[0] for part in parts)
-        if bias is not None and bias.shape != (outputs,):
-            raise ConfigError(f"the bias of a quantised layer has shape {list(bias.shape)}, expected [{outputs}]")
-        super().__init__(runner, outputs, gated)
-        self.parts = [_pack_codes(part) for part in parts]
-        self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
-
-    @property
-    def _matrix(self) -> Any:
-        return self.parts[0]
-
-    def _operation(self, *arguments: Any) -> Any:
-        return cpu.linear_quant(self.parts, *arguments, address(self.bias), self.gated)
-
-    @property
-    def nbytes(self) -> int:
-        """Scales and padding included."""
-        return sum(part.nbytes for part in self.parts) + (0 if self.bias is None else self.bias.nbytes)
-
-
-def _by_rows(matrix: np.ndarray) -> np.ndarray:
-    """The matrix with columns that follow each other, and rows that are some numbers apart; copied if it is not so."""
-    rows, columns = matrix.strides
-    if columns == matrix.itemsize and rows % columns == 0 and rows >= columns * matrix.shape[1]:
-        return matrix
-    return np.ascontiguousarray(matrix)
-
-
-def codes_of_matrix(weight: np.ndarray, kind: str) -> Codes:
-    """The codes of a floating-point matrix [n, k].
-
-    "int8" has a scale per row; "int4" one for 32 values, or is "int8" if k is no multiple of 32.
-
-    Raises:
-        ConfigError: any other kind.
-    """
-    if kind not in ("int8", "int4"):
-        raise ConfigError(f"the CPU kernels have quantization int8 and int4, not {kind!r}; fp8 is for GPUs")
-    group = 32 if kind == "int4" and weight.shape[1] % 32 == 0 else None
-    return quantize_weight(weight, kind if group else "int8", group)
-
-
-def keeps_bits(part: QuantizedRows) -> bool:
-    """Whether ``codes_of_rows`` gives the very values of a GGUF matrix."""
-    return isinstance(part, GGUFRows) and part.kind in KEPT_TYPES
-
-
-def codes_of_rows(part: QuantizedRows) -> Codes:
-    """The codes of a matrix in a checkpoint's own bits; GGUF blocks of other types than ``KEPT_TYPES`` get 8 bits.
-
-    Those types have 2 to 6 bits: with a scale for each 32 values, the second rounding error is far below the first.
-
-    Raises:
-        ConfigError: groups of a size, or scales, that the kernels do not have.
-    """
-    if isinstance(part, GroupQuantizedRows):
-        return group_codes(part)
-    if isinstance(part, GGUFRows) and keeps_bits(part):
-        return gguf_weight(part.kind, part.rows, part.columns)
-    return quantize_weight(part.dequantize(), "int8", 32)
-
-
-def _pack_codes(weight: Codes) -> Any:
-    n, k = weight.codes.shape
-    tensors = (weight.codes, weight.scales, weight.minima, weight.group_scales, weight.group_minima)
-    # Keeps the arrays alive until the packing is done.
-    held = [None if tensor is None else np.ascontiguousarray(tensor) for tensor in tensors]
-    try:
-        return cpu.PackedQuant(weight.format, n, k, *map(address, held))
-    except ValueError as e:
-        raise ConfigError(str(e)) from None
-
-
-# Experts of the CPU backend; see csrc/cpu/bind_moe.cpp.
-
-
-class CpuExperts(PackedExperts):
-    """Experts in any formats of this backend."""
-
-    def __init__(self, runner: OpRunner, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]) -> None:
-        self._runner = runner
-        self._group = cpu.ExpertGroup([_matrix(weight) for weight in gate_up], [_matrix(weight) for weight in down])
-
-    def __call__(self, x: CpuArray, experts: CpuArray, weights: CpuArray, add: CpuArray | None = None) -> CpuArray:
-        """The rows of an expert in one product; a row's bits do not depend on the others."""
-        out = self._runner.new(x, tuple(x.shape), DType.FLOAT32) if add is None else add
-        op = cpu.experts(
-            self._group,
-            *typed(x),
-            experts.address,
-            weights.address,
-            experts.shape[1],
-            *strided(out),
-            *strided(add),
-        )
-        self._runner.run(op, x)
-        return out
-
-
-def route_op(logits: CpuArray, spec: RoutingSpec, bias: CpuArray | None, experts: CpuArray, weights: CpuArray) -> Any:
-    """The operation that fills experts and weights; the caller keeps all tensors alive."""
-    return cpu.route(
-        logits.address,
-        logits.strides[0],
-        address(bias),
-        experts.address,
-        weights.address,
-        logits.shape[1] - spec.shared,
-        spec.shared,
-        spec.top_k,
-        spec.num_groups,
-        spec.top_groups,
-        spec.best_of_group,
-        spec.scoring == "sigmoid",
-        spec.renormalize,
-        spec.scale,
-    )
-
-
-def _matrix(weight: PackedWeight) -> Any:
-    if isinstance(weight, CpuQuantizedWeight):
-        return cpu.quantized_expert(weight.parts)
-    assert isinstance(weight, CpuDenseWeight)
-    return cpu.dense_expert(weight.packed)
-
-
-# Low-rank products of the CPU backend; see csrc/cpu/bind_lora.cpp.
-
-
-class CpuAdapters(Adapters):
-    """Each adapter has its own rank."""
-
-    def __init__(self, runner: OpRunner) -> None:
-        super().__init__()
-        self.runner = runner
-
-    def _take(self, slots: CpuArray, rows: CpuArray) -> CpuArray:
-        return CpuArray.over(slots.numpy()[rows.numpy()])
-
-    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> CpuLowRank:
-        """See ``Adapters``."""
-        return CpuLowRank(self, shape, sampled=sampled)
-
-    def make_low_rank_embedding(self, shape: LowRankShape) -> CpuLowRankEmbedding:
-        """See ``Adapters``."""
-        return CpuLowRankEmbedding(self, shape)
-
-    def run(self, op: Any, x: CpuArray, slots: CpuArray | None, **arrays: int) -> None:
-        """Runs an operation whose rows have these slots; a recorded one gets those of each step."""
-        self.runner.run(op, x, adapters=address(slots), **arrays)
-
-    def is_idle(self, slots: CpuArray | None) -> bool:
-        """Whether there is nothing to run, nor to record."""
-        return slots is None and self.runner.recording is None
-
-
-class CpuLowRank(LowRank):
-    """An operation that does nothing in steps without adapters."""
-
-    def __init__(self, adapters: CpuAdapters, shape: LowRankShape, *, sampled: bool = False) -> None:
-        """See ``Adapters.make_low_rank``."""
-        super().__init__(shape)
-        self._adapters, self._sampled = adapters, sampled
-        self._held = cpu.LowRankSlots(shape.slots)
-
-    def pack(self, parts: Sequence[LowRankPart | None]) -> Any:
-        """For vectors of 16 outputs, and of 64 bytes of inputs, in the order in which they are read."""
-        self.check(parts)
-        rounded = [None if part is None else rounded_part(part, self.dtype) for part in parts]
-        return cpu.low_rank_adapter(
-            [0 if part is None else address(part.down) for part in rounded],
-            [0 if part is None else address(part.up) for part in rounded],
-            [0 if part is None else len(part.down) for part in rounded],
-            self.outputs,
-            self.inputs,
-            DTYPES[self.dtype],
-        )
-
-    def place(self, slot: int, packed: Any | None) -> None:
-        """Keeps a reference: nothing is copied."""
-        self._held.place(slot, packed)
-
-    def __call__(self, x: CpuArray, add: CpuArray | None = None) -> CpuArray | None:
-        """One loop of the pool of threads."""
-        adapters = self._adapters
-        slots = adapters.slots(sampled=self._sampled)
-        if adapters.is_idle(slots):
-            return add
-        out = adapters.runner.new_delta(x, sum(self.outputs)) if add is None else add
-        dtype = DTYPES[self.dtype]
-        op = cpu.low_rank(self._held, self.inputs, self.outputs, dtype, *typed(x), *strided(add), *strided(out))
-        adapters.run(op, x, slots)
-        return out
-
-
-class CpuLowRankEmbedding(LowRankEmbedding):
-    """An operation over the tokens, in the loop of the embedding's own."""
-
-    def __init__(self, adapters: CpuAdapters, shape: LowRankShape) -> None:
-        """See ``Adapters.make_low_rank_embedding``."""
-        super().__init__(shape)
-        self._adapters = adapters
-        self._held = cpu.LowRankTableSlots(shape.slots)
-
-    def pack(self, part: LowRankPart) -> Any:
-        """Transposes ``down``."""
-        check_part(part, self.rows, self.outputs, self.max_rank)
-        down, up = rounded_part(part, self.dtype)
-        table = np.ascontiguousarray(down.T)
-        return cpu.low_rank_table(address(table), address(up), len(down), self.rows, self.outputs, DTYPES[self.dtype])
-
-    def place(self, slot: int, packed: Any | None) -> None:
-        """Keeps a reference: nothing is copied."""
-        self._held.place(slot, packed)
-
-    def __call__(self, ids: CpuArray, add: CpuArray, first: int = 0) -> CpuArray:
-        """While recording, ids must be the batch's token ids."""
-        slots = self._adapters.slots()
-        if not self._adapters.is_idle(slots):
-            op = cpu.low_rank_lookup(self._held, self.outputs, first, add.address)
-            self._adapters.run(op, ids, slots, token_ids=ids.address)
-        return add

@@ -13,39 +13,6 @@ from octavo.kernels.cpu.array import CpuArray, cpu
 from octavo.kernels.sampling import FILTERS, HostLogprobs, SamplingBackend, as_position_logprobs, mask_words
 
 
-def choose_tokens(
-    logits: NDArray[np.float32],
-    filters: NDArray[np.void],
-    keys: NDArray[np.uint32],
-    mask: NDArray[np.uint32] | None = None,
-) -> NDArray[np.int64]:
-    """A token for each row.
-
-    Args:
-        logits: [n, vocab], contiguous in the last dimension.
-        filters: [n], records of float64 temperature (0 takes the most likely token), int64 top_k, float64 top_p and
-            float64 min_p, in this order; a disabled filter has the value that keeps all tokens.
-        keys: [n, 2], hash keys of the rows.
-        mask: [n, ``mask_words(vocab)``]; the logits of tokens with a clear bit become -inf in place.
-
-    Returns:
-        [n] token ids; -1 where there is a NaN, -2 where the greatest logit is infinite, -3 where all are masked.
-
-    Raises:
-        ValueError: the logits are not float32 and contiguous, or the mask has another shape.
-    """
-    rows, vocab = logits.shape
-    filters, keys = np.ascontiguousarray(filters), np.ascontiguousarray(keys)
-    if mask is not None:
-        mask = np.ascontiguousarray(mask, np.uint32)
-        if mask.shape != (rows, mask_words(vocab)):
-            raise ValueError(f"a mask must have shape [{rows}, {mask_words(vocab)}], not {list(mask.shape)}")
-    out = np.empty(rows, np.int64)
-    arrays = (0 if a is None else a.ctypes.data for a in (filters, keys, mask, out))
-    cpu.choose_tokens(logits.ctypes.data, _stride(logits), rows, vocab, *arrays)
-    return out
-
-
 class CompiledSampling(SamplingBackend):
     """All rows in one call of ``octavo._cpu``, on the kernels' threads.
 
@@ -64,22 +31,18 @@ class CompiledSampling(SamplingBackend):
         self._addresses = filters.ctypes.data, keys.ctypes.data, 0, self._out.ctypes.data
 
     def prepare(self, logits: CpuArray) -> CpuArray:
-        """They are so already."""
         if logits.dtype is not DType.FLOAT32 or (len(logits) and logits.strides[1] != 1):
             raise ValueError(f"logits must be float32 and contiguous in the last dimension, not {logits}")
         return logits
 
     def copy_rows(self, logits: CpuArray, rows: NDArray[np.int64]) -> CpuArray:
-        """See ``SamplingBackend``."""
         return CpuArray.over(logits.numpy()[rows])
 
     def edit_rows(self, logits: CpuArray, rows: list[int]) -> dict[int, NDArray[np.float32]]:
-        """Views of the logits."""
         values = logits.numpy()
         return {row: values[row] for row in rows}
 
     def choose_most_likely(self, logits: CpuArray) -> NDArray[np.int64]:
-        """See ``SamplingBackend``."""
         rows, vocab = logits.shape
         if rows > self._rows:
             self._make_plain(2 * rows)
@@ -93,37 +56,45 @@ class CompiledSampling(SamplingBackend):
         keys: NDArray[np.uint32],
         mask: NDArray[np.uint32] | None = None,
     ) -> NDArray[np.int64]:
-        """See ``SamplingBackend``."""
         return choose_tokens(logits.numpy(), filters, keys, mask)
 
     def logprobs(
         self, logits: CpuArray, indices: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> HostLogprobs:
-        """See ``SamplingBackend``."""
         vocab = logits.shape[1]
-        counts, known = np.minimum(counts, vocab), np.maximum(tokens, 0)
-        found, ranks, top_ids, top_found = token_logprobs(logits.numpy(), indices, known, counts)
-        return HostLogprobs(as_position_logprobs(known, found, ranks, counts, top_ids, top_found, vocab))
+        counts, tokens = np.minimum(counts, vocab), np.maximum(tokens, 0)
+        logprobs, ranks, top_ids, top_logprobs = token_logprobs(logits.numpy(), indices, tokens, counts)
+        return HostLogprobs(as_position_logprobs(tokens, logprobs, ranks, counts, top_ids, top_logprobs, vocab))
+
+
+def choose_tokens(
+    logits: NDArray[np.float32],
+    filters: NDArray[np.void],
+    keys: NDArray[np.uint32],
+    mask: NDArray[np.uint32] | None = None,
+) -> NDArray[np.int64]:
+    """See ``SamplingBackend.choose``; the logits are contiguous in the last dimension."""
+    rows, vocab = logits.shape
+    filters, keys = np.ascontiguousarray(filters), np.ascontiguousarray(keys)
+    if mask is not None:
+        mask = np.ascontiguousarray(mask, np.uint32)
+        if mask.shape != (rows, mask_words(vocab)):
+            raise ValueError(f"a mask must have shape [{rows}, {mask_words(vocab)}], not {list(mask.shape)}")
+    out = np.empty(rows, np.int64)
+    arrays = (0 if a is None else a.ctypes.data for a in (filters, keys, mask, out))
+    cpu.choose_tokens(logits.ctypes.data, _stride(logits), rows, vocab, *arrays)
+    return out
 
 
 def token_logprobs(
     logits: NDArray[np.float32], indices: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """Log-softmax of one token for each of some rows, its rank, and the most likely tokens.
-
-    Args:
-        logits: [rows, vocab], contiguous in the last dimension.
-        indices: [n] rows of ``logits``.
-        tokens: [n] token ids.
-        counts: [n] numbers of most likely tokens to return, each at most vocab.
+    """Log-softmax of ``tokens[i]`` in row ``indices[i]``, its rank, and the ``counts[i]`` most likely tokens.
 
     Returns:
-        Logprobs [n]; ranks [n], 1 + the number of greater logits; ids [n, max(counts)] and logprobs
-        [n, max(counts)] of the most likely tokens in order of rank, ``counts[i]`` of them in row i. If a row's greatest
-        logit is not finite, or there is a NaN, the logprob is NaN and the rest is undefined.
-
-    Raises:
-        ValueError: a token or a count is not within the vocabulary.
+        Logprobs [n]; ranks [n], 1 + the number of greater logits; ids [n, max(counts)] and logprobs [n, max(counts)] of
+        the most likely tokens in order of rank, ``counts[i]`` of them in row i. If a row's greatest logit is not
+        finite, or there is a NaN, the logprob is NaN and the rest is undefined.
     """
     indices, tokens, counts = (np.ascontiguousarray(x, np.int64) for x in (indices, tokens, counts))
     n, width = len(indices), int(counts.max(initial=0))
@@ -131,20 +102,13 @@ def token_logprobs(
     top_ids, top_logprobs = np.empty((n, width), np.int64), np.empty((n, width))
     arrays = (a.ctypes.data for a in (indices, tokens, counts, logprobs, ranks))
     cpu.token_logprobs(
-        logits.ctypes.data,
-        _stride(logits),
-        n,
-        logits.shape[1],
-        *arrays,
-        width,
-        top_ids.ctypes.data,
+        logits.ctypes.data, _stride(logits), n, logits.shape[1], *arrays, width, top_ids.ctypes.data,
         top_logprobs.ctypes.data,
-    )
+    )  # fmt: skip
     return logprobs, ranks, top_ids, top_logprobs
 
 
 def _stride(logits: NDArray[np.float32]) -> int:
-    """Elements between the beginnings of consecutive rows."""
     if logits.dtype != np.float32 or logits.strides[1] != 4 * (logits.shape[1] > 0):
         raise ValueError(f"logits must be float32 and contiguous in the last dimension, not {logits.dtype}")
     return logits.strides[0] // 4

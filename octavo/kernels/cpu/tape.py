@@ -1,4 +1,4 @@
-"""Recording of a forward: its tape and its buffers."""
+"""Operations of a step: run one by one, or recorded once as a tape and replayed for every step. See ``OpRunner``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,94 @@ from octavo.kernels.cpu.array import CpuArray, cpu
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, padding_batch
 from octavo.kernels.interface import ArrayMaker, PartedForward
 
-# Buffers of a recorded step: at fixed addresses, and reused once the recording drops them.
+
+class OpRunner:
+    """Runs or records operations, and allocates their results; a backend and all its products share one."""
+
+    def __init__(self) -> None:
+        #: The recording that operations are appended to; None: they run.
+        self.recording: Recording | None = None
+        self.arena = Arena()
+
+    def capture(self, forward: Forward, largest: BatchSize, kernels: ArrayMaker) -> Forward:
+        """Records ``forward`` for batches of at most this size, and returns a function that replays it.
+
+        A replay overwrites the output of the one before. Raises UnrecordableError if ``forward`` uses arrays other than
+        by operations of the kernels.
+        """
+        tape, output = self._record(forward, largest, kernels, self.arena)
+        last: tuple[ForwardBatch | None, Any, ForwardOutput] = None, None, output
+
+        # The default keeps ``forward`` alive, as the tape holds only the addresses of weights.
+        def replay(batch: ForwardBatch, forward: Forward = forward) -> ForwardOutput:
+            nonlocal last
+            if last[0] is not batch:  # a step that repeats the last one has the same batch, changed in place
+                last = batch, step_of(batch), output.first(len(batch.token_ids), len(batch.sampled_rows))
+            tape.run(last[1])
+            return last[2]
+
+        return replay
+
+    def capture_parts(self, forward: Forward, largest: BatchSize, kernels: ArrayMaker) -> PartedTape:
+        """Like ``capture``, with buffers of its own, as other steps run between its parts."""
+        arena = Arena()
+        return PartedTape(*self._record(forward, largest, kernels, arena), arena, forward)
+
+    def _record(
+        self, forward: Forward, largest: BatchSize, kernels: ArrayMaker, arena: Arena
+    ) -> tuple[Any, ForwardOutput]:
+        self.recording = recording = Recording(cpu.Tape(), arena, padding_batch(largest, kernels))
+        try:
+            return recording.tape, forward(recording.batch)
+        finally:
+            self.recording = None
+
+    def run(self, op: Any, x: CpuArray, **arrays: int) -> None:
+        """Runs an operation over the rows of x, or records it.
+
+        ``arrays``: addresses and strides of the step's arrays; a recorded operation gets those of each step.
+        """
+        if self.recording is None:
+            op.run(cpu.Step(x.shape[0], **arrays))
+        else:
+            self.recording.append(op, x)
+
+    def run_step(self, op: Any, x: CpuArray, batch: ForwardBatch) -> None:
+        """Like ``run``, with all arrays of the batch."""
+        if self.recording is None:
+            op.run(step_of(batch))
+        else:
+            self.recording.append(op, x)
+
+    def new(self, like: CpuArray, shape: tuple[int, ...], dtype: DType) -> CpuArray:
+        """Uninitialised memory for a result with the rows of ``like``."""
+        if self.recording is None:
+            return CpuArray.empty(shape, dtype)
+        return self.recording.arena.take(shape, dtype, _rows_of(like))
+
+    def new_sampled(self, batch: ForwardBatch, width: int, dtype: DType) -> CpuArray:
+        """Uninitialised memory with a row for each sampled row of the step."""
+        if self.recording is None:
+            return CpuArray.empty((len(batch.sampled_rows), width), dtype)
+        sampled = len(self.recording.batch.sampled_rows)
+        return self.recording.arena.take((sampled, width), dtype, cpu.Rows.sampled)
+
+    def new_delta(self, like: CpuArray, columns: int) -> CpuArray:
+        """Memory for an adapter's product, float32; the layer's product ignores it in steps without adapters.
+
+        Its rows are no multiple of 4 KiB apart, as those of a tile would then share lines of the cache.
+        """
+        out = self.new(like, (like.shape[0], -(-columns // 16) * 16 + 16), DType.FLOAT32)
+        if self.recording is not None:
+            out.owner.is_delta = True
+        return out[:, :columns]
+
+    def takes_delta(self, x: CpuArray | None) -> bool:
+        """Whether x is recorded memory of ``new_delta``; then it is from now on like other memory, to be reused."""
+        if x is None or self.recording is None or not isinstance(x.owner, Lease) or not x.owner.is_delta:
+            return False
+        x.owner.is_delta = False
+        return True
 
 
 @dataclass(eq=False)
@@ -23,9 +110,9 @@ class Lease:
     """The owner of a buffer's arrays: while one of them lives, the buffer is not reused."""
 
     buffer: np.ndarray
-    #: What the rows of the array are, a ``cpu.Rows``.
+    #: Meaning of the arrays' rows, a ``cpu.Rows``.
     rows: Any
-    #: Whether it holds what adapters add to a product, and nothing in steps without adapters.
+    #: Whether it holds an adapter's product, and nothing in steps without adapters.
     is_delta: bool = False
 
 
@@ -57,99 +144,48 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._owned)
 
 
+@dataclass
 class Recording:
-    """Owns the tape, and the step whose sizes its buffers have.
+    """A tape, and a step of the largest size, which its buffers have.
 
     The tape holds this backend's operations only. Any other would run once, while recording, on uninitialised memory,
     and not in replays; so arrays have none.
     """
 
-    def __init__(self, arena: Arena, largest: BatchSize, kernels: ArrayMaker) -> None:
-        self.tape = cpu.Tape()
-        self._arena = arena
-        # Only the shapes and identities of its arrays are used: each step has its own arrays.
-        self.batch = padding_batch(largest, kernels)
-        self._sampled = largest.sampled
-
-    def record(self, forward: Forward) -> ForwardOutput:
-        """Calls ``forward`` and records its operations."""
-        return forward(self.batch)
+    tape: Any
+    arena: Arena
+    #: Only the shapes and identities of its arrays are used: each step has its own arrays.
+    batch: ForwardBatch
 
     def ids_of(self, array: CpuArray) -> Any:
-        """Which of the step's arrays this is, a ``cpu.Ids``.
-
-        Raises:
-            UnrecordableError: it is none of them, so a replay could not find it in the batch.
-        """
+        """The ``cpu.Ids`` that names this array of the step, by which a replay finds it in the batch."""
         names = [name for name in ("token_ids", "positions", "token_types") if array is getattr(self.batch, name)]
         if not names:
             raise UnrecordableError("the ids of a recorded embedding must be the step's token ids, positions or types")
         return cpu.Ids[names[0]]
 
-    def rows_of(self, x: CpuArray) -> Any:
-        """What the rows of x are, a ``cpu.Rows``: of arrays that the caller made, the step's tokens."""
-        return x.owner.rows if isinstance(x.owner, Lease) else cpu.Rows.tokens
-
-    def new(self, shape: tuple[int, ...], dtype: DType, rows: Any) -> CpuArray:
-        """A buffer with these rows as its first dimension."""
-        return self._arena.take(shape, dtype, rows)
-
-    def mark_delta(self, x: CpuArray) -> None:
-        """Says that a buffer holds what adapters add, and nothing in steps without adapters."""
-        x.owner.is_delta = True
-
-    def take_delta(self, x: CpuArray) -> bool:
-        """Whether it is such a buffer; from now on it is one like others, which may get the product's result."""
-        if not isinstance(x.owner, Lease) or not x.owner.is_delta:
-            return False
-        x.owner.is_delta = False
-        return True
-
-    def new_sampled(self, width: int, dtype: DType) -> CpuArray:
-        """A buffer with a row for each sampled row."""
-        return self.new((self._sampled, width), dtype, cpu.Rows.sampled)
-
     def append(self, op: Any, x: CpuArray) -> None:
-        """Records an operation over the rows of x."""
-        self.tape.append(op, self.rows_of(x))
+        self.tape.append(op, _rows_of(x))
 
-    def replay(self, output: ForwardOutput, forward: Forward) -> Forward:
-        """A function that runs the tape for a step and returns its rows of ``output``, which the next step overwrites.
 
-        It keeps a reference to ``forward``, as the tape holds only the addresses of weights.
-        """
-        tape = self.tape
-        last: tuple[ForwardBatch | None, Any, ForwardOutput] = None, None, output
-
-        def run(batch: ForwardBatch, forward: Forward = forward) -> ForwardOutput:
-            nonlocal last
-            if last[0] is not batch:  # a step that repeats the last one has the same batch, changed in place
-                last = batch, step_of(batch), output.first(len(batch.token_ids), len(batch.sampled_rows))
-            tape.run(last[1])
-            return last[2]
-
-        return run
-
-    def parts(self, output: ForwardOutput, forward: Forward) -> PartedTape:
-        """The tape, to be run in parts."""
-        return PartedTape(self.tape, self._arena, output, forward)
+def _rows_of(x: CpuArray) -> Any:
+    """The ``cpu.Rows`` of x; the rows of arrays that are not the arena's are the step's tokens."""
+    return x.owner.rows if isinstance(x.owner, Lease) else cpu.Rows.tokens
 
 
 class PartedTape(PartedForward):
     """A tape with buffers of its own, which is run in parts between other steps."""
 
-    def __init__(self, tape: Any, arena: Arena, output: ForwardOutput, forward: Forward) -> None:
+    def __init__(self, tape: Any, output: ForwardOutput, arena: Arena, forward: Forward) -> None:
         super().__init__(forward)
-        self._tape, self._arena, self._output = tape, arena, output
+        self._tape, self._output, self._arena = tape, output, arena
         #: Number of the next operation, and its first row that is not computed.
         self._next = 0, 0
 
     def begin(self, batch: ForwardBatch) -> None:
-        """See ``PartedForward``."""
         super().begin(batch)
         self._next = 0, 0
 
@@ -168,103 +204,11 @@ def step_of(batch: ForwardBatch) -> Any:
     """The batch as a ``cpu.Step``, the argument of operations."""
     tables, slots, cross, rotary = batch.block_tables, batch.slot_mapping, batch.cross_tables, batch.rotary_positions
     return cpu.Step(
-        len(batch.token_ids),
-        len(batch.seq_lens),
-        batch.num_decodes,
-        batch.token_ids.address,
-        batch.positions.address,
-        slots.address,
-        batch.query_start_loc.address,
-        batch.seq_lens.address,
-        tables.address,
-        tables.strides[1],
-        tables.strides[0],
-        slots.strides[0],
-        len(batch.sampled_rows),
-        batch.sampled_rows.address,
-        adapters=batch.adapters.address if batch.has_adapters else 0,
-        token_types=batch.token_types.address,
-        cross_lens=batch.cross_lens.address,
-        cross_tables=cross.address,
-        cross_table_stride=cross.strides[0],
-        sees_until=batch.sees_until.address if batch.has_spans else 0,
-        rotary_positions=rotary.address,
+        len(batch.token_ids), len(batch.seq_lens), batch.num_decodes, batch.token_ids.address, batch.positions.address,
+        slots.address, batch.query_start_loc.address, batch.seq_lens.address, tables.address, tables.strides[1],
+        tables.strides[0], slots.strides[0], len(batch.sampled_rows), batch.sampled_rows.address,
+        adapters=batch.adapters.address if batch.has_adapters else 0, token_types=batch.token_types.address,
+        cross_lens=batch.cross_lens.address, cross_tables=cross.address, cross_table_stride=cross.strides[0],
+        sees_until=batch.sees_until.address if batch.has_spans else 0, rotary_positions=rotary.address,
         rotary_stride=rotary.strides[0],
-    )
-
-
-# Operations of a step: run one by one, or recorded once and replayed for every step.
-
-
-class OpRunner:
-    """Runs or records operations, and makes the memory of their results; a backend and all its products share one."""
-
-    def __init__(self) -> None:
-        #: What operations are appended to; None: they run.
-        self.recording: Recording | None = None
-        self.arena = Arena()
-
-    def capture(self, forward: Forward, largest: BatchSize, kernels: ArrayMaker) -> Forward:
-        """Records ``forward`` for batches of at most this size, and returns a function that replays it.
-
-        A replay overwrites the output of the one before.
-
-        Raises:
-            UnrecordableError: ``forward`` does something to arrays that is no operation of the kernels.
-        """
-        recording, output = self._record(forward, largest, kernels, self.arena)
-        return recording.replay(output, forward)
-
-    def capture_parts(self, forward: Forward, largest: BatchSize, kernels: ArrayMaker) -> PartedTape:
-        """As ``capture``; its buffers are its own, as other steps run between its parts."""
-        recording, output = self._record(forward, largest, kernels, Arena())
-        return recording.parts(output, forward)
-
-    def _record(
-        self, forward: Forward, largest: BatchSize, kernels: ArrayMaker, arena: Arena
-    ) -> tuple[Recording, ForwardOutput]:
-        self.recording = recording = Recording(arena, largest, kernels)
-        try:
-            return recording, recording.record(forward)
-        finally:
-            self.recording = None
-
-    def run(self, op: Any, x: CpuArray, **arrays: int) -> None:
-        """Runs an operation over the rows of x, or records it; ``arrays``: the step's, addresses and strides."""
-        if self.recording is None:
-            op.run(cpu.Step(x.shape[0], **arrays))
-        else:
-            self.recording.append(op, x)
-
-    def run_step(self, op: Any, x: CpuArray, batch: ForwardBatch) -> None:
-        """As ``run``, with all arrays of the batch."""
-        if self.recording is None:
-            op.run(step_of(batch))
-        else:
-            self.recording.append(op, x)
-
-    def new(self, like: CpuArray, shape: tuple[int, ...], dtype: DType) -> CpuArray:
-        """Uninitialised memory for a result with the rows of ``like``."""
-        if self.recording is None:
-            return CpuArray.empty(shape, dtype)
-        return self.recording.new(shape, dtype, self.recording.rows_of(like))
-
-    def new_sampled(self, batch: ForwardBatch, width: int, dtype: DType) -> CpuArray:
-        """Uninitialised memory with a row for each sampled row of the step."""
-        if self.recording is None:
-            return CpuArray.empty((len(batch.sampled_rows), width), dtype)
-        return self.recording.new_sampled(width, dtype)
-
-    def new_delta(self, like: CpuArray, columns: int) -> CpuArray:
-        """Memory for what adapters add to a product, float32; products ignore it in steps without adapters.
-
-        Its rows are no multiple of 4 KiB apart, as those of a tile would then share lines of the cache.
-        """
-        out = self.new(like, (like.shape[0], -(-columns // 16) * 16 + 16), DType.FLOAT32)
-        if self.recording is not None:
-            self.recording.mark_delta(out)
-        return out[:, :columns]
-
-    def takes_delta(self, x: CpuArray | None) -> bool:
-        """Whether x is such memory of a recording; from now on it is memory like other."""
-        return x is not None and self.recording is not None and self.recording.take_delta(x)
+    )  # fmt: skip

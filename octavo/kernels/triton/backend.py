@@ -19,19 +19,179 @@ from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.kernels.forward_batch import ARRAYS, BatchSize, Forward, ForwardBatch, ForwardOutput, padding_batch
 from octavo.kernels.interface import ArrayMaker, AttentionSpec, LayerCache, PackedExperts, PackedWeight
 from octavo.kernels.torch_backend import TorchKernels, torch_dtype
-from octavo.kernels.triton import attention, cache
-from octavo.kernels.triton import cache as rotary_cache
-from octavo.kernels.triton import elementwise as norm
-from octavo.kernels.triton import lora as experts
-from octavo.kernels.triton.elementwise import embedding
+from octavo.kernels.triton import attention, elementwise
+from octavo.kernels.triton.cache import (
+    block_bytes,
+    copy_blocks,
+    make_cache,
+    make_host_cache,
+    reshape_and_cache,
+    rotary_and_cache,
+    swap_blocks,
+)
+from octavo.kernels.triton.experts import pack_experts
 from octavo.kernels.triton.lora import TritonAdapters
 from octavo.kernels.triton.quant import TritonDenseWeight, TritonQuantizedWeight, quantize
 from octavo.kernels.triton.sampling import TritonSampling
 from octavo.kernels.weight_rows import QuantizedRows
 
-# Decode steps as CUDA graphs: a step is one launch instead of several hundred.
-
 logger = logging.getLogger("octavo")
+
+
+class TritonKernels(TorchKernels):
+    """Kernels for one GPU; under Triton's interpreter, for tests, they compute on the CPU.
+
+    With ``deterministic``, products and attention are computed in an order that does not depend on the batch, so that a
+    row's result is bit for bit the same in any batch. Without it cuBLAS chooses the order by the number of rows: a
+    repeated run gives the same bits, another batch may not.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        device: str | torch.device,
+        *,
+        deterministic: bool = False,
+        enforce_eager: bool = False,
+        graph_capture: str = "lazy",
+        cudagraph_capture_sizes: Sequence[int] | None = None,
+    ) -> None:
+        self.device = torch.device(device)
+        self.deterministic = deterministic
+        if self.device.type == "cuda":  # partial sums over K are added in float32, not in the result's type
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        self._graphed = self.device.type == "cuda" and not enforce_eager
+        self._capture_at_start = graph_capture == "start"
+        self._graph_sizes = cudagraph_capture_sizes
+        self.adapters: TritonAdapters = TritonAdapters(self.device, deterministic=deterministic)
+
+    def describe(self) -> str:
+        where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreted on the CPU"
+        return f"triton ({where}{', deterministic' if self.deterministic else ''})"
+
+    def set_threads(self, count: int | None, pin: bool = False) -> None:
+        if count is not None:
+            torch.set_num_threads(count)
+
+    def capture(self, forward: Forward, largest: BatchSize) -> Forward:
+        if not self._graphed:
+            return forward
+        graphs = self._make_graphs(forward, largest)
+        if self._capture_at_start:
+            graphs.capture_all()
+        return graphs
+
+    def graph_bytes(self, forward: Forward, largest: BatchSize, in_use: Callable[[], int]) -> int:
+        return self._make_graphs(forward, largest).total_bytes(in_use) if self._graphed else 0
+
+    def _make_graphs(self, forward: Forward, largest: BatchSize) -> GraphedForward:
+        sizes, adapters = self._graph_sizes, self.adapters.count > 0
+        return GraphedForward(forward, CudaGraphs(), largest, self, sizes=sizes, adapters=adapters)
+
+    def make_sampling_backend(self, vocab_size: int) -> TritonSampling:
+        return TritonSampling(vocab_size, self.device)
+
+    def block_bytes(self, spec: KVSpec, block_size: int) -> int:
+        return block_bytes(block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
+
+    def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
+        shape = (layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
+        return [*make_cache(*shape, self.device)]
+
+    def make_host_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
+        shape = (layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
+        return [*make_host_cache(*shape)]
+
+    def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        reshape_and_cache(k, v, cache, slots)
+
+    def rotary_and_cache(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: ForwardBatch,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        sections: Sequence[int] = (),
+    ) -> Tensor:
+        positions, slots = batch.rotary_positions if sections else batch.positions, batch.slot_mapping[cache.group]
+        return rotary_and_cache(q, k, v, positions, cos_sin, cache, slots, sections)
+
+    def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        copy_blocks(caches, pairs)
+
+    def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
+        swap_blocks(sources, targets, pairs)
+
+    def pack(
+        self,
+        parts: Sequence[np.ndarray | QuantizedRows],
+        bias: np.ndarray | None = None,
+        quantization: str | None = None,
+        *,
+        dtype: DType,
+        gated: bool = False,
+        pieces: int = 1,
+    ) -> PackedWeight:
+        matrices = [part for part in parts if isinstance(part, np.ndarray)]
+        if len(matrices) < len(parts):
+            raise ConfigError(
+                "the triton backend has no products in a file's bits: it cannot serve quantization='gguf'"
+            )
+        weight, added = self.stack(matrices, bias, dtype)
+        if quantization in (None, "gguf"):
+            return TritonDenseWeight(weight, added, gated, self.deterministic)
+        return TritonQuantizedWeight(quantize(weight, str(quantization), added), gated, self.deterministic)
+
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
+    ) -> PackedExperts:
+        return pack_experts(gate_up, down, shared, deterministic=self.deterministic)
+
+    def embedding(
+        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
+    ) -> Tensor:
+        return elementwise.embedding(ids, table, first, scale, add)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, *, out_dtype: DType | None = None, add: Tensor | None = None
+    ) -> Tensor:
+        return elementwise.rms_norm(x, weight, eps, _torch(out_dtype), add)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out_dtype: DType | None = None
+    ) -> Tensor:
+        return elementwise.layer_norm(x, weight, bias, eps, _torch(out_dtype))
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
+
+    def check_attention(self, spec: AttentionSpec) -> None:
+        if spec.value_dim is not None:
+            raise UnsupportedModelError(
+                "the triton kernels have no multi-head latent attention; use kernels='reference'"
+            )
+        if spec.bias is not None:
+            raise UnsupportedModelError("the triton kernels have no relative position bias; use kernels='reference'")
+        if spec.cross:
+            raise UnsupportedModelError("the triton kernels have no cross attention; use kernels='reference'")
+        if not spec.causal and spec.window is not None:
+            raise UnsupportedModelError(
+                "the triton kernels have no window of attention that is not causal; use kernels='reference'"
+            )
+
+    def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
+        return attention.paged_attention(q, cache, batch, spec, deterministic=self.deterministic)
+
+
+def _torch(dtype: DType | None) -> torch.dtype | None:
+    return None if dtype is None else torch_dtype(dtype)
+
+
+# Decode steps as CUDA graphs: a step is one launch instead of several hundred.
 
 #: Records the work of a function on the device, and returns a function that replays it and the recorded function's
 #: output, which each replay overwrites.
@@ -65,8 +225,8 @@ class GraphedForward:
     ) -> None:
         """A graph is captured at the first batch of its size, unless ``capture_all`` comes before.
 
-        ``sizes``: the batch sizes with a graph, by default ``graph_sizes`` of the most sequences. ``adapters``: whether
-        steps may have them, for which there are graphs of their own.
+        ``sizes``: the batch sizes with a graph, by default those of ``graph_sizes``. ``adapters``: whether there are
+        also graphs for steps with adapters.
         """
         self._forward = forward
         self._record = record
@@ -81,7 +241,6 @@ class GraphedForward:
         self.capture_seconds = 0.0
 
     def capture_all(self) -> None:
-        """Captures every graph now."""
         for size, has_adapters in self._all():
             self._capture(size, has_adapters)
         logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), self.capture_seconds)
@@ -91,10 +250,10 @@ class GraphedForward:
         return [(size, kind) for size in reversed(self._sizes) for kind in self._kinds]
 
     def total_bytes(self, in_use: Callable[[], int]) -> int:
-        """Bytes of the device that all graphs will take; ``in_use`` tells those in use.
+        """See ``Kernels.graph_bytes``.
 
-        Two are captured. The first brings the memory that all share, and the second tells what each takes of its own,
-        which is the driver's and much the same for all: they have the same launches.
+        Captures two graphs: the first allocates the memory that all share; the second shows the driver's memory for
+        one graph, which is about the same for all, as they have the same launches.
         """
         first, *others = self._all()
         before = in_use()
@@ -107,7 +266,6 @@ class GraphedForward:
         return total
 
     def __call__(self, batch: ForwardBatch) -> ForwardOutput:
-        """The network's output for the step."""
         rows = len(batch.token_ids)
         decodes_alone = batch.num_decodes == rows and batch.all_sampled and not batch.has_spans
         if not decodes_alone or not 0 < rows <= self._sizes[-1]:
@@ -129,11 +287,11 @@ class GraphedForward:
     def _fill(self, batch: ForwardBatch, rows: int) -> None:
         """Copies the step's inputs to the graphs' buffers, and clears rows that a larger step has filled."""
         pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-        for array, buffer, given in zip(ARRAYS, self._inputs.arrays(), batch.arrays(), strict=True):
-            if array.padding is not None:  # else the values are the indices in every decode step
+        for array, buffer, values in zip(ARRAYS, self._inputs.arrays(), batch.arrays(), strict=True):
+            if array.padding is not None:  # else they are the indices in every decode step
                 targets, sources = pairs.setdefault(array.dtype, ([], []))
-                targets.append(buffer[tuple(slice(n) for n in given.shape)])
-                sources.append(given)
+                targets.append(buffer[tuple(slice(n) for n in values.shape)])
+                sources.append(values)
         for targets, sources in pairs.values():
             torch._foreach_copy_(targets, sources)
         if rows < self._filled:
@@ -148,7 +306,6 @@ class GraphedForward:
 
     @staticmethod
     def _rows(dims: str, buffer: Tensor, rows: slice) -> Tensor:
-        """A view of these rows."""
         return buffer[tuple(rows if dim in _ROWS else slice(None) for dim in dims)]
 
     def _capture(self, size: int, has_adapters: bool) -> None:
@@ -170,7 +327,6 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], ForwardOutput]) -> tuple[Callable[[], None], ForwardOutput]:
-        """See ``Record``."""
         # Once without recording, so that kernels are compiled and loaded and libraries allocate their workspaces.
         run()
         graph = torch.cuda.CUDAGraph()
@@ -178,195 +334,3 @@ class CudaGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run()
         return graph.replay, output
-
-
-class TritonKernels(TorchKernels):
-    """Kernels for one GPU; under Triton's interpreter, for tests, they compute on the CPU.
-
-    ``deterministic`` computes products and attention in an order that does not depend on the batch, so that a row's
-    result is bit for bit the same in any batch. Without it cuBLAS chooses the order by the number of rows: a repeated
-    run gives the same bits, another batch may not.
-    """
-
-    name = "triton"
-
-    def __init__(
-        self,
-        device: str | torch.device,
-        *,
-        deterministic: bool = False,
-        enforce_eager: bool = False,
-        graph_capture: str = "lazy",
-        cudagraph_capture_sizes: Sequence[int] | None = None,
-    ) -> None:
-        """See ``EngineConfig`` for the options."""
-        self.device = torch.device(device)
-        self.deterministic = deterministic
-        if self.device.type == "cuda":  # sums of parts of K are added in float32, not in the result's type
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        self._graphed = self.device.type == "cuda" and not enforce_eager
-        self._capture_at_start = graph_capture == "start"
-        self._graph_sizes = cudagraph_capture_sizes
-        self.adapters: TritonAdapters = TritonAdapters(self.device, deterministic=deterministic)
-
-    def describe(self) -> str:
-        """Name, device and order."""
-        where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreted on the CPU"
-        return f"triton ({where}{', deterministic' if self.deterministic else ''})"
-
-    def set_threads(self, count: int | None, pin: bool = False) -> None:
-        """Sets torch's threads on the host, which cannot be pinned; None leaves their number unchanged."""
-        if count is not None:
-            torch.set_num_threads(count)
-
-    def capture(self, forward: Forward, largest: BatchSize) -> Forward:
-        """Captures decode steps as CUDA graphs, by their number of sequences; other steps run eagerly."""
-        if not self._graphed:
-            return forward
-        graphs = self._make_graphs(forward, largest)
-        if self._capture_at_start:
-            graphs.capture_all()
-        return graphs
-
-    def graph_bytes(self, forward: Forward, largest: BatchSize, in_use: Callable[[], int]) -> int:
-        """Captures two graphs, see ``GraphedForward.total_bytes``."""
-        return self._make_graphs(forward, largest).total_bytes(in_use) if self._graphed else 0
-
-    def _make_graphs(self, forward: Forward, largest: BatchSize) -> GraphedForward:
-        sizes, adapters = self._graph_sizes, self.adapters.count > 0
-        return GraphedForward(forward, CudaGraphs(), largest, self, sizes=sizes, adapters=adapters)
-
-    def make_sampling_backend(self, vocab_size: int) -> TritonSampling:
-        """On the device: only the results are copied to the host."""
-        return TritonSampling(vocab_size, self.device)
-
-    # --- cache ------------------------------------------------------------------------------------------------------
-
-    def block_bytes(self, spec: KVSpec, block_size: int) -> int:
-        """Bytes of one block of one layer, keys, values and scales."""
-        return cache.block_bytes(block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
-
-    def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
-        """Views of one pool, in which a block of all layers of the group is contiguous."""
-        shape = (layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
-        return [*cache.make_cache(*shape, self.device)]
-
-    def make_host_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
-        """The same layout in pinned memory."""
-        shape = (layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
-        return [*cache.make_host_cache(*shape)]
-
-    def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        """Writes keys and values to their slots."""
-        rotary_cache.reshape_and_cache(k, v, cache, slots)
-
-    def rotary_and_cache(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        batch: ForwardBatch,
-        cos_sin: Tensor,
-        cache: LayerCache,
-        sections: Sequence[int] = (),
-    ) -> Tensor:
-        """One launch."""
-        positions, slots = batch.rotary_positions if sections else batch.positions, batch.slot_mapping[cache.group]
-        return rotary_cache.rotary_and_cache(q, k, v, positions, cos_sin, cache, slots, sections)
-
-    def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """All layers in one launch."""
-        cache.copy_blocks(caches, pairs)
-
-    def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        """Queues copies on the current stream, one for each run of consecutive blocks."""
-        cache.swap_blocks(sources, targets, pairs)
-
-    # --- products ---------------------------------------------------------------------------------------------------
-
-    def pack(
-        self,
-        parts: Sequence[np.ndarray | QuantizedRows],
-        bias: np.ndarray | None = None,
-        quantization: str | None = None,
-        *,
-        dtype: DType,
-        gated: bool = False,
-        pieces: int = 1,
-    ) -> PackedWeight:
-        """Stacks the matrices on the device, or quantises them there to "int8", "int4" or "fp8"."""
-        matrices = [part for part in parts if isinstance(part, np.ndarray)]
-        if len(matrices) < len(parts):
-            raise ConfigError(
-                "the triton backend has no products in a file's bits: it cannot serve quantization='gguf'"
-            )
-        weight, added = self.stack(matrices, bias, dtype)
-        if quantization in (None, "gguf"):
-            return TritonDenseWeight(weight, added, gated, self.deterministic)
-        return TritonQuantizedWeight(quantize(weight, str(quantization), added), gated, self.deterministic)
-
-    def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
-    ) -> PackedExperts:
-        """Stacked, for grouped products; shared experts apart."""
-        return experts.pack_experts(gate_up, down, shared, deterministic=self.deterministic)
-
-    # --- the rest of a layer ----------------------------------------------------------------------------------------
-
-    def embedding(
-        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
-    ) -> Tensor:
-        """One launch."""
-        return embedding(ids, table, first, scale, add)
-
-    def rms_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        out_dtype: DType | None = None,
-        add: Tensor | None = None,
-    ) -> Tensor:
-        """One launch."""
-        return norm.rms_norm(x, weight, eps, _torch(out_dtype), add)
-
-    def layer_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        *,
-        out_dtype: DType | None = None,
-    ) -> Tensor:
-        """One launch."""
-        return norm.layer_norm(x, weight, bias, eps, _torch(out_dtype))
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """Operations of torch, in place."""
-        return x.div_(cap).tanh_().mul_(cap)
-
-    def check_attention(self, spec: AttentionSpec) -> None:
-        """Refuses latent caches, another context than the tokens' own, and a window on either side."""
-        if spec.value_dim is not None:
-            raise UnsupportedModelError(
-                "the triton kernels have no multi-head latent attention; use kernels='reference'"
-            )
-        if spec.bias is not None:
-            raise UnsupportedModelError("the triton kernels have no relative position bias; use kernels='reference'")
-        if spec.cross:
-            raise UnsupportedModelError("the triton kernels have no cross attention; use kernels='reference'")
-        if not spec.causal and spec.window is not None:
-            raise UnsupportedModelError(
-                "the triton kernels have no window of attention that is not causal; use kernels='reference'"
-            )
-
-    def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
-        """Decodes with contexts split among programs, prefills in tiles of queries."""
-        return attention.paged_attention(q, cache, batch, spec, deterministic=self.deterministic)
-
-
-def _torch(dtype: DType | None) -> torch.dtype | None:
-    return None if dtype is None else torch_dtype(dtype)

@@ -1,14 +1,15 @@
 """The KV cache of the GPU kernels: a pool of bytes for each KV group, in which a block of all layers is contiguous.
 
-A block is ``layers`` times a layer's part, and a layer's part is keys, values and, for quantised caches, the scales of
-keys and of values: ``[kv_heads, block_size, head_dim]`` elements each, scales without the last dimension. So the tokens
-of a block are contiguous for each head, and blocks of all types are copied and swapped in large pieces.
+For each layer, a block has keys, values and, in quantised caches, the scales of keys and of values:
+``[kv_heads, block_size, head_dim]`` elements each, scales without the last dimension. So the tokens of a block are
+contiguous for each head, and blocks of all types are copied and swapped in large pieces.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,12 +22,12 @@ from torch import Tensor
 
 from octavo.core.errors import ConfigError
 from octavo.kernels.interface import LayerCache, check_pairs
-from octavo.kernels.torch_backend import host_copy, host_empty
+from octavo.kernels.torch_backend import check_fp8, host_copy, host_empty
 from octavo.kernels.triton.elementwise import rounded
 
 #: Types of caches without scales.
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
-#: Types of caches with a scale for each token and head, and the value that the largest magnitude is scaled to.
+#: Types of caches with a scale for each token and head, and the value to which the largest magnitude is scaled.
 QUANTIZED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 #: A layer's part of a block begins at a multiple of this, and each array in it at a multiple of ``_VECTOR``: loads of
@@ -38,7 +39,7 @@ _COPY_WORDS = 2048
 
 
 class KeysAndValues(NamedTuple):
-    """An argument of kernels: a layer's cache."""
+    """A layer's cache as an argument of kernels."""
 
     key: Tensor
     value: Tensor
@@ -64,17 +65,12 @@ class TritonLayerCache(LayerCache):
 
     @property
     def argument(self) -> KeysAndValues:
-        """The cache, as kernels take it."""
         scale_stride = 0 if self.key_scale is None else self.key_scale.stride(0)
         return KeysAndValues(self.key, self.value, self.key_scale, self.value_scale, self.key.stride(0), scale_stride)
 
 
 def block_bytes(block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block of one layer: keys, values, scales and padding.
-
-    Raises:
-        ConfigError: there is no such type of cache.
-    """
+    """Bytes of one block of one layer: keys, values, scales and padding."""
     return _offsets(block_size, kv_heads, head_dim, dtype)[-1]
 
 
@@ -87,17 +83,14 @@ def make_cache(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[TritonLayerCache]:
-    """The cache of every layer, all zero. On a CPU it uses no memory until it is written.
-
-    Raises:
-        ConfigError: there is no such type of cache, or the GPU has no such type.
-    """
+    """The cache of every layer, all zero. On a CPU it uses no memory until it is written."""
     device = torch.device(device)
     size = layers * block_bytes(block_size, kv_heads, head_dim, dtype)
     if device.type == "cpu":  # torch writes its zeros, calloc does not
         pool = torch.from_numpy(np.zeros(blocks * size, dtype=np.uint8)).view(blocks, size)
     else:
-        _check_capability(device, dtype)
+        if dtype == torch.float8_e4m3fn:
+            check_fp8(device, "kv_cache_dtype=fp8")
         pool = torch.zeros(blocks, size, dtype=torch.uint8, device=device)
     return _views(pool, layers, block_size, kv_heads, head_dim, dtype)
 
@@ -105,7 +98,7 @@ def make_cache(
 def make_host_cache(
     layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> list[TritonLayerCache]:
-    """The same layout in host memory; where there is a GPU pinned, so that copies run beside kernels."""
+    """The same layout in host memory, pinned if there is a GPU, so that copies run beside kernels."""
     if not torch.cuda.is_available():
         return make_cache(layers, blocks, block_size, kv_heads, head_dim, dtype, "cpu")
     size = layers * block_bytes(block_size, kv_heads, head_dim, dtype)
@@ -114,11 +107,6 @@ def make_host_cache(
 
 
 def copy_blocks(caches: Sequence[LayerCache], pairs: list[tuple[int, int]]) -> None:
-    """Copies block to block (source, target), in every layer; all sources are read before any target is written.
-
-    Raises:
-        IndexError: there is no such block.
-    """
     if not pairs:
         return
     for pool in (pool.view(torch.int64) for pool in _pools(caches)):
@@ -139,18 +127,9 @@ def swap_blocks(
     pairs: list[tuple[int, int]],
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Queues copies of blocks (source, target) of one cache to another, in every layer, on the current stream.
+    """See ``Kernels.swap_blocks``; queues the copies on ``stream``, by default the current one, without waiting.
 
-    Blocks that are neighbours in both caches are one copy. Nothing waits for the copies.
-
-    Args:
-        sources: caches of all layers that are read.
-        targets: caches of all layers that are written.
-        pairs: blocks; no target comes twice.
-        stream: queue on this one instead.
-
-    Raises:
-        IndexError: there is no such block.
+    Blocks that are neighbours in both caches are one copy. No target comes twice.
     """
     if not pairs:
         return
@@ -175,10 +154,10 @@ def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _offsets(block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Where keys, values, key scales and value scales begin in a layer's part of a block, and where it ends."""
+    """Starts of keys, values, key scales and value scales in a layer's part of a block, and its size."""
     if dtype not in PLAIN and dtype not in QUANTIZED:
-        known = ", ".join(str(known) for known in (*PLAIN, *QUANTIZED))
-        raise ConfigError(f"the triton kernels have no KV cache of type {dtype}; known: {known}")
+        names = ", ".join(map(str, (*PLAIN, *QUANTIZED)))
+        raise ConfigError(f"the triton kernels have no KV cache of type {dtype}; known: {names}")
     numbers = _round_up(block_size * kv_heads * head_dim * dtype.itemsize, _VECTOR)
     scales = _round_up(block_size * kv_heads * 4, _VECTOR) if dtype in QUANTIZED else 0
     end = 2 * numbers + 2 * scales
@@ -195,10 +174,7 @@ def _views(
     key, value, key_scale, value_scale, end = _offsets(block_size, kv_heads, head_dim, dtype)
 
     def view(start: int, dtype: torch.dtype, *shape: int) -> Tensor:
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
-        return pool[:, start : start + size].view(dtype).unflatten(1, shape)
+        return pool[:, start : start + math.prod(shape) * dtype.itemsize].view(dtype).unflatten(1, shape)
 
     numbers, scales = (kv_heads, block_size, head_dim), (kv_heads, block_size)
     caches = []
@@ -220,20 +196,11 @@ def _views(
 
 
 def _pools(caches: Sequence[LayerCache]) -> list[Tensor]:
-    """The pool of each group of layers."""
     pools: dict[int, Tensor] = {}
     for cache in caches:
         assert isinstance(cache, TritonLayerCache)
         pools[id(cache.pool)] = cache.pool
     return list(pools.values())
-
-
-def _check_capability(device: torch.device, dtype: torch.dtype) -> None:
-    if dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
-        name = torch.cuda.get_device_name(device)
-        raise ConfigError(
-            f"kv_cache_dtype=fp8 needs a GPU of compute capability 8.9 or newer; {name} is older: use int8"
-        )
 
 
 @triton.jit
@@ -255,7 +222,7 @@ _PROGRAM_ELEMENTS = 2048
 
 
 class Sections(NamedTuple):
-    """An argument of the kernel: how many sections there are, and the pair with which each but the first begins."""
+    """The sections of a head as an argument of the kernel: their number, and the first pair of each but the first."""
 
     number: int
     second: int
@@ -264,7 +231,7 @@ class Sections(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """An argument of the kernel: what is rotated, and how."""
+    """The queries and their rotation as an argument of the kernel."""
 
     q: Tensor
     out: Tensor
@@ -273,7 +240,7 @@ class Queries(NamedTuple):
     token_stride: int
     head_stride: int
     cos_sin_stride: int
-    #: From the positions of one section to those of the next.
+    #: Elements between the positions of consecutive sections.
     axis_stride: int
 
 
@@ -287,20 +254,10 @@ def rotary_and_cache(
     slots: Tensor,
     sections: Sequence[int] = (),
 ) -> Tensor:
-    """Rotates q and k and writes k and v to their slots.
+    """See ``Kernels.rotary`` and ``Kernels.reshape_and_cache``; returns q rotated, contiguous.
 
-    Args:
-        q: [T, H, D]; it, k and v may be views of one tensor, and are not changed.
-        k: [T, K, D]
-        v: [T, K, D]
-        positions: int64 [T], rows of ``cos_sin``; with ``sections`` [sections, T].
-        cos_sin: float32 [max_position, R], R <= D: R/2 cosines, then R/2 sines.
-        cache: of the layer; k and v are rounded to q's type first.
-        slots: int64 [T]; negative: not written.
-        sections: how many pairs of a head are rotated by each of a token's positions, up to four of them.
-
-    Returns:
-        q rotated: [T, H, D], contiguous.
+    q, k and v may be views of one tensor, and are not changed. k and v are rounded to q's type before they are written
+    to the cache. There are at most four sections.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     queries = Queries(q, out, positions, cos_sin, q.stride(0), q.stride(1), cos_sin.stride(0), positions.stride(0))
@@ -309,7 +266,7 @@ def rotary_and_cache(
 
 
 def reshape_and_cache(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-    """Writes k and v [T, K, D], which may be strided views, to their slots; negative slots are skipped."""
+    """See ``Kernels.reshape_and_cache``; k and v may be strided views."""
     _launch(None, k, v, cache, slots, 1, 0)
 
 
@@ -331,57 +288,23 @@ def _launch(
     kv_tile = min(triton.next_power_of_2(kv_heads), max(1, _PROGRAM_ELEMENTS // (group * dim)))
     kv_tile = 1 << (kv_tile.bit_length() - 1)
     tile = triton.next_power_of_2(kv_tile * group)
+    starts = [*itertools.accumulate(sections)][:-1]
+    section_starts = Sections(len(sections), *starts, *[sum(sections)] * (3 - len(starts)))
     _rotary_and_cache_kernel[(tokens, triton.cdiv(kv_heads, kv_tile))](
-        queries,
-        k,
-        v,
-        slots,
-        cache.argument,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        GROUP=group,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        ROTATED=rotated,
-        SECTIONS=_sections(sections),
-        BLOCK_SIZE=cache.block_size,
-        LARGEST=QUANTIZED.get(cache.dtype, 0.0),
-        TILE=tile,
-        KV_TILE=kv_tile,
-        DIM=dim,
-        num_warps=min(16, max(1, tile * dim // 512)),
-        enable_fp_fusion=False,
-    )
-
-
-def _sections(pairs: Sequence[int]) -> Sections:
-    starts = [*itertools.accumulate(pairs)][:-1]
-    return Sections(len(pairs), *starts, *[sum(pairs)] * (3 - len(starts)))
+        queries, k, v, slots, cache.argument, *k.stride()[:2], *v.stride()[:2],
+        GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROTATED=rotated, SECTIONS=section_starts,
+        BLOCK_SIZE=cache.block_size, LARGEST=QUANTIZED.get(cache.dtype, 0.0), TILE=tile, KV_TILE=kv_tile, DIM=dim,
+        num_warps=min(16, max(1, tile * dim // 512)), enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @triton.jit
 def _rotary_and_cache_kernel(
-    queries,
-    k_ptr,
-    v_ptr,
-    slots_ptr,
-    cache,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTATED: tl.constexpr,
-    SECTIONS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILE: tl.constexpr,
-    KV_TILE: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Program (t, j): the j-th few KV heads of token t, and the query heads that share them."""
+    queries, k_ptr, v_ptr, slots_ptr, cache, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, SECTIONS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, LARGEST: tl.constexpr, TILE: tl.constexpr, KV_TILE: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Program (t, j): the j-th ``KV_TILE`` KV heads of token t, and the query heads that share them."""
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * KV_TILE
     dims = tl.arange(0, DIM)

@@ -1,4 +1,4 @@
-"""Activations, gated and not, computed in float32 and rounded once."""
+"""Activations, norms and embeddings, computed in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from torch import Tensor
 from octavo.kernels.interface import Activation
 from octavo.kernels.triton import interpreted
 
-# Rounding to a narrower type, the same on a GPU and under Triton's interpreter.
-
 _INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 to the nearest number of a type, ties to even."""
+    """float32 to the nearest number of a type, ties to even; the same on a GPU and under Triton's interpreter."""
     if _INTERPRETED and dtype == tl.bfloat16:  # the interpreter drops the low bits
         bits = x.to(tl.int32, bitcast=True)
         x = ((bits + 0x7FFF + (bits >> 16 & 1)) & -65536).to(tl.float32, bitcast=True)
@@ -29,7 +27,6 @@ _BLOCK = 1024
 
 @triton.jit
 def silu(x):
-    """Of float32 (Elfwing et al. 2017)."""
     return x / (1.0 + tl.exp(-x))
 
 
@@ -54,7 +51,6 @@ def _relu(x):
     return tl.where(x < 0.0, 0.0, x)  # NaN of NaN
 
 
-#: Functions of float32, for kernels.
 FUNCTIONS: dict[Activation, triton.JITFunction] = {
     "silu": silu,
     "gelu": _gelu,
@@ -92,29 +88,15 @@ def activate(x: Tensor, activation: Activation, *, gated: bool) -> Tensor:
 
 # Root mean square norm (Zhang & Sennrich 2019) and layer norm (Ba et al. 2016).
 
-#: Elements of a program: several rows if they are short (norms of heads).
+#: Elements of a program, which has several rows if they are short (norms of heads).
 _ELEMENTS = 1024
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    add_ptr,
-    out_ptr,
-    rows,
-    inner,
-    outer_stride,
-    inner_stride,
-    width,
-    eps,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CENTRED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ADD: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, add_ptr, out_ptr, rows, inner, outer_stride, inner_stride, width, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr,
+):  # fmt: skip
     """Row r of the input begins at (r // inner) * outer_stride + (r % inner) * inner_stride; CENTRED: layer norm."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -138,25 +120,14 @@ def _norm_kernel(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None = None, add: Tensor | None = None
 ) -> Tensor:
-    """The norm over the last dimension, in float32, rounded to ``out_dtype``, by default the weight's type.
-
-    Args:
-        x: [T, E] or [T, heads, D], strided in all but the last dimension.
-        weight: [E] or [D].
-        eps: Added to the mean of squares.
-        out_dtype: Of the result.
-        add: float32 of x's shape, contiguous: the result is float32, and so much more.
-
-    Returns:
-        A contiguous tensor of x's shape.
-    """
+    """See ``Kernels.rms_norm``; x [T, E] or [T, heads, D] is strided in all but the last dimension."""
     return _norm(x, weight, None, add, eps, torch.float32 if add is not None else out_dtype, centred=False)
 
 
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """As ``rms_norm``, of x less its mean, and + bias [E] or [D]."""
+    """See ``Kernels.layer_norm``; strides as in ``rms_norm``."""
     return _norm(x, weight, bias, None, eps, out_dtype, centred=True)
 
 
@@ -178,24 +149,11 @@ def _norm(
     rows = x.shape[0] * inner
     tile_rows, block, warps = _tile(width)
     _norm_kernel[(triton.cdiv(rows, tile_rows),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        out if add is None else add,
-        out,
-        rows,
-        inner,
-        x.stride(0),
-        x.stride(1) if x.dim() == 3 else 0,
-        width,
-        eps,
-        ROWS=tile_rows,
-        BLOCK=block,
-        CENTRED=centred,
-        HAS_BIAS=bias is not None,
-        HAS_ADD=add is not None,
+        x, weight, weight if bias is None else bias, out if add is None else add, out, rows, inner, x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0, width, eps,
+        ROWS=tile_rows, BLOCK=block, CENTRED=centred, HAS_BIAS=bias is not None, HAS_ADD=add is not None,
         num_warps=warps,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -207,28 +165,16 @@ def _tile(width: int) -> tuple[int, int, int]:
     return max(1, min(16, _ELEMENTS // block)), block, warps
 
 
-# Rows of an embedding.
-
-
 @triton.jit
 def _embedding_kernel(
-    ids_ptr,
-    table_ptr,
-    add_ptr,
-    out_ptr,
-    first,
-    rows,
-    width,
-    scale,
-    HAS_SCALE: tl.constexpr,
-    HAS_ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ids_ptr, table_ptr, add_ptr, out_ptr, first, rows, width, scale,
+    HAS_SCALE: tl.constexpr, HAS_ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     row = tl.load(ids_ptr + token) - first
-    held = tl.where((row >= 0) & (row < rows), width, 0)  # columns that the table has of it
+    held = tl.where((row >= 0) & (row < rows), width, 0)  # columns of the row in the table
     out = tl.load(table_ptr + row * width + column, column < held, other=0.0).to(tl.float32)
     if HAS_SCALE:
         out *= scale
@@ -238,7 +184,7 @@ def _embedding_kernel(
 
 
 def embedding(ids: Tensor, table: Tensor, first: int, scale: float, add: Tensor | None) -> Tensor:
-    """See ``Kernels.embedding``; the result is in the memory of ``add``, if given."""
+    """See ``Kernels.embedding``; the result reuses the memory of ``add``."""
     tokens, width = len(ids), table.shape[1]
     out = torch.empty((tokens, width), dtype=torch.float32, device=ids.device) if add is None else add
     if out.numel():

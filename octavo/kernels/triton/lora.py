@@ -1,10 +1,10 @@
 """Low-rank products of adapters on a GPU: two launches for a layer, whatever the adapters of its rows.
 
-The rows of a step are sorted by slot once, in tiles of one slot each (as pairs of experts are), and a program
-multiplies a tile of rows by a block of its slot's matrices. The number of programs depends on that of the rows alone,
-so that a step can be captured. ``_shrink_kernel`` computes down(x), K in pieces so that few rows have enough programs;
-the pieces are added in order, whether programs do one each or one does all. ``_expand_kernel`` adds up(down(x)). Blocks
-past an adapter's own rank are not computed.
+The rows of a step are sorted by slot once, in tiles of one slot each (``sort_pairs``), and a program multiplies a tile
+of rows by a block of its slot's matrices. The number of programs depends on that of the rows alone, so that a step can
+be captured. ``_shrink_kernel`` computes down(x), K in pieces so that few rows have enough programs; the pieces are
+added in order, whether programs do one each or one does all. ``_expand_kernel`` adds up(down(x)). Blocks past an
+adapter's own rank are not computed.
 """
 
 from __future__ import annotations
@@ -20,210 +20,178 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.core.dtypes import DType
-from octavo.core.errors import ConfigError
-from octavo.kernels.interface import (
-    LowRank,
-    LowRankEmbedding,
-    LowRankPart,
-    LowRankShape,
-    PackedExperts,
-    PackedWeight,
-    check_part,
-)
+from octavo.kernels.interface import LowRank, LowRankEmbedding, LowRankPart, LowRankShape, check_part
 from octavo.kernels.reference import TorchAdapters
 from octavo.kernels.torch_backend import host_empty, to_torch, torch_dtype
-from octavo.kernels.triton.elementwise import rounded, silu
+from octavo.kernels.triton.elementwise import rounded
+from octavo.kernels.triton.experts import sort_pairs
 from octavo.kernels.triton.matmul import dot, gathered_product
-from octavo.kernels.triton.quant import TritonDenseWeight
 
-# Experts on a GPU: grouped products, one launch for gate and up of all experts, one for down.
-
-#: Rows of a tile, where an expert has few pairs, and where it has many.
-_FEW_PAIRS, _MANY_PAIRS = 16, 64
-_EXPERT_COLUMNS = 64
-
-
-@triton.jit
-def _pairs_of_tile(pairs_ptr, experts_ptr, pairs, ROWS: tl.constexpr):
-    """(expert, or -1 of a tile without pairs; pairs of the tile's rows; which rows are pairs)."""
-    tile = tl.program_id(0)
-    pair = tl.load(pairs_ptr + tile * ROWS + tl.arange(0, ROWS))
-    return tl.load(experts_ptr + tile), pair, pair < pairs
+#: Rows of a tile for slots with few rows, and with many.
+_FEW, _MANY = 16, 64
+_COLUMNS = 128
+#: Blocks of inputs in a piece of K, and the most pieces.
+_PIECE_BLOCKS, _MOST_PIECES = 4, 16
+#: Number of rows from which a program computes all pieces.
+_MANY_ROWS = 512
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _gate_up_kernel(
-    x_ptr,
-    weight_ptr,
-    hidden_ptr,
-    pairs_ptr,
-    experts_ptr,
-    pairs,
-    slots,
-    inner,
-    depth,
-    x_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """hidden[pair] = silu(gate) * up of the pair's token; weight [experts, 2 * inner, depth]."""
-    expert, pair, inside = _pairs_of_tile(pairs_ptr, experts_ptr, pairs, ROWS)
-    if expert >= 0:
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        k = tl.arange(0, DEPTH)
-        x_ptrs = x_ptr + (pair // slots).to(tl.int64)[:, None] * x_stride + k[None, :]
-        row = expert.to(tl.int64) * 2 * inner + tl.minimum(column, inner - 1)
-        gate_ptrs = weight_ptr + row[None, :] * depth + k[:, None]
-        gate = gathered_product(x_ptrs, gate_ptrs, inside, k, 0, depth, depth, ROWS, COLUMNS, DEPTH)
-        up_ptrs = gate_ptrs + inner.to(tl.int64) * depth
-        up = gathered_product(x_ptrs, up_ptrs, inside, k, 0, depth, depth, ROWS, COLUMNS, DEPTH)
-        out = rounded(silu(gate) * up, hidden_ptr.dtype.element_ty)
-        place = pair.to(tl.int64)[:, None] * inner + column[None, :]
-        tl.store(hidden_ptr + place, out, inside[:, None] & (column < inner)[None, :])
+class TritonAdapters(TorchAdapters):
+    """Holds the tiles of the step's rows, which all layers share."""
+
+    def __init__(self, device: torch.device, *, deterministic: bool) -> None:
+        super().__init__()
+        self.device = device
+        self._deterministic = deterministic
+        #: Slots, equal in all layers; 0: no layer has slots.
+        self.count = 0
+        self._tiles: dict[bool, RowTiles] = {}
+
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> TritonLowRank:
+        self.count = shape.slots
+        return TritonLowRank(self, shape, sampled=sampled)
+
+    def make_low_rank_embedding(self, shape: LowRankShape) -> TritonLowRankEmbedding:
+        self.count = shape.slots
+        return TritonLowRankEmbedding(self, shape)
+
+    def use(self, tokens: Tensor | None, sampled: Tensor | None = None) -> None:
+        super().use(tokens, sampled)
+        self._tiles = {}
+
+    def tiles(self, *, sampled: bool) -> RowTiles | None:
+        """The tiles of the step's tokens or sampled rows, made once in a step; None if no row has an adapter."""
+        slots = self.slots(sampled=sampled)
+        if slots is None:
+            return None
+        if sampled not in self._tiles:
+            self._tiles[sampled] = RowTiles.of(slots, self.count, deterministic=self._deterministic)
+        return self._tiles[sampled]
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _down_kernel(
-    hidden_ptr,
-    weight_ptr,
-    scales_ptr,
-    out_ptr,
-    pairs_ptr,
-    experts_ptr,
-    pairs,
-    columns,
-    depth,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """out[pair] = scale * down of the pair's hidden row; weight [experts, columns, depth]."""
-    expert, pair, inside = _pairs_of_tile(pairs_ptr, experts_ptr, pairs, ROWS)
-    if expert >= 0:
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        k = tl.arange(0, DEPTH)
-        hidden_ptrs = hidden_ptr + pair.to(tl.int64)[:, None] * depth + k[None, :]
-        row = expert.to(tl.int64) * columns + tl.minimum(column, columns - 1)
-        weight_ptrs = weight_ptr + row[None, :] * depth + k[:, None]
-        total = gathered_product(hidden_ptrs, weight_ptrs, inside, k, 0, depth, depth, ROWS, COLUMNS, DEPTH)
-        total *= tl.load(scales_ptr + pair, inside, other=0.0)[:, None]
-        place = pair.to(tl.int64)[:, None] * columns + column[None, :]
-        tl.store(out_ptr + place, total, inside[:, None] & (column < columns)[None, :])
+class TritonLowRank(LowRank):
+    """Slots of equal size on the device."""
+
+    def __init__(self, adapters: TritonAdapters, shape: LowRankShape, *, sampled: bool = False) -> None:
+        super().__init__(shape)
+        self._adapters, self._sampled = adapters, sampled
+        self._starts = [0, *itertools.accumulate(self.outputs)]
+        self._type = torch_dtype(self.dtype)
+        self._rank, self._block = rank_blocks(self.max_rank)
+        device, parts = adapters.device, len(self.outputs)
+        self._down = torch.zeros((shape.slots, parts, self._rank, self.inputs), dtype=self._type, device=device)
+        self._up = torch.zeros((shape.slots, self._starts[-1], self._rank), dtype=self._type, device=device)
+        #: Ranks of each slot's parts, 0 without a product; the last row is for rows without an adapter.
+        self._ranks = torch.zeros((shape.slots + 1, parts), dtype=torch.int32, device=device)
+        tiles = [
+            (part, column, end)
+            for part, (start, end) in enumerate(itertools.pairwise(self._starts))
+            for column in range(start, end, _COLUMNS)
+        ]
+        self._tiles = torch.tensor(tiles, dtype=torch.int32).to(device)
+
+    def pack(self, parts: Sequence[LowRankPart | None]) -> TritonAdapter:
+        self.check(parts)
+        ranks = [0 if part is None else len(part.down) for part in parts]
+        return TritonAdapter([part and pad_part(part, self.dtype, self._block) for part in parts], ranks)
+
+    def place(self, slot: int, packed: TritonAdapter | None) -> None:
+        if packed is None:
+            self._ranks[slot].zero_()
+            return
+        self._ranks[slot].copy_(torch.tensor(packed.ranks, dtype=torch.int32))
+        for i, part in enumerate(packed.parts):
+            if part is not None:
+                self._down[slot, i, : len(part.down)].copy_(part.down, non_blocking=True)
+                columns = slice(self._starts[i], self._starts[i + 1])
+                self._up[slot, columns, : part.up.shape[1]].copy_(part.up, non_blocking=True)
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor | None:
+        tiles = self._adapters.tiles(sampled=self._sampled)
+        if tiles is None:
+            return add
+        rows, columns, parts = len(x), self._starts[-1], len(self.outputs)
+        out = torch.empty((rows, columns), dtype=torch.float32, device=x.device) if add is None else add
+        if not rows:
+            return out
+        x = x.to(self._type)
+        depth = 64 if self.dtype.itemsize == 2 else 32
+        blocks = triton.cdiv(self.inputs, depth)
+        piece = triton.cdiv(blocks, min(_MOST_PIECES, triton.cdiv(blocks, _PIECE_BLOCKS)))
+        pieces = triton.cdiv(blocks, piece)
+        split = pieces if rows < _MANY_ROWS else 1
+        options = {"ROWS": tiles.rows, "PARTS": parts, "RANK": self._rank, "BLOCK": self._block}
+        options |= {"num_warps": 4, "enable_fp_fusion": False}
+        partial = torch.empty((split, rows, parts * self._rank), dtype=torch.float32, device=x.device)
+        _shrink_kernel[(len(tiles.slots), parts * self._rank // self._block, split)](
+            x, self._down, self._ranks, partial, tiles.places, tiles.slots, rows, self.inputs, x.stride(0),
+            DEPTH=depth, PIECE=piece * depth, PIECES=pieces, SPLIT=split > 1, **options,
+        )  # fmt: skip
+        _expand_kernel[(len(tiles.slots), len(self._tiles))](
+            partial, self._up, self._ranks, self._tiles, add, out, tiles.places, tiles.slots, rows, columns,
+            COLUMNS=_COLUMNS, PIECES=split, **options,
+        )  # fmt: skip
+        return out
 
 
-@triton.jit
-def _sum_kernel(parts_ptr, order_ptr, add_ptr, out_ptr, columns, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """out = add + a token's parts [SLOTS, columns], in the given order."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
-    total = tl.zeros((BLOCK,), tl.float32)
-    for i in tl.static_range(SLOTS):
-        slot = tl.load(order_ptr + token * SLOTS + i)
-        total += tl.load(parts_ptr + (token * SLOTS + slot) * columns + column, inside, other=0.0)
-    if add_ptr is not None:
-        total += tl.load(add_ptr + token * columns + column, inside, other=0.0)
-    tl.store(out_ptr + token * columns + column, total, inside)
+class TritonLowRankEmbedding(LowRankEmbedding):
+    """Slots of equal size on the device; ``down`` is transposed."""
 
+    def __init__(self, adapters: TritonAdapters, shape: LowRankShape) -> None:
+        super().__init__(shape)
+        self._adapters = adapters
+        self._type = torch_dtype(self.dtype)
+        self._rank, self._block = rank_blocks(self.max_rank)
+        self._down = torch.zeros((shape.slots, self.rows, self._rank), dtype=self._type, device=adapters.device)
+        self._up = torch.zeros((shape.slots, self.outputs, self._rank), dtype=self._type, device=adapters.device)
+        self._ranks = torch.zeros(shape.slots, dtype=torch.int32, device=adapters.device)
 
-def sort_pairs(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The pairs of each tile and its expert, for tiles of so many rows.
+    def pack(self, part: LowRankPart) -> TritonAdapter:
+        check_part(part, self.rows, self.outputs, self.max_rank)
+        return TritonAdapter([pad_part(part, self.dtype, self._block)], [len(part.down)])
 
-    Args:
-        chosen: int [T, slots], the experts of each token.
-        experts: how many there are.
-        rows: of a tile.
+    def place(self, slot: int, packed: TritonAdapter | None) -> None:
+        self._ranks[slot] = 0 if packed is None else packed.ranks[0]
+        if packed is not None:
+            (part,) = packed.parts
+            assert part is not None
+            rank = len(part.down)
+            self._down[slot, :, :rank].copy_(part.down.T)
+            self._up[slot, :, :rank].copy_(part.up, non_blocking=True)
 
-    Returns:
-        Int32 [tiles * rows], pair t * slots + s or, of rows without one, T * slots; and int32 [tiles], the expert, or
-        -1 of tiles without pairs. There are as many tiles as any choice may need.
-    """
-    flat = chosen.flatten().long()
-    pairs = len(flat)
-    tiles = min(pairs, (pairs + experts * (rows - 1)) // rows)
-    counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
-    ends = ((counts + rows - 1) // rows * rows).cumsum(0)
-    starts = ends - (counts + rows - 1) // rows * rows
-    of_pair, order = flat.sort(stable=True)
-    within = torch.arange(pairs, device=flat.device) - (counts.cumsum(0) - counts)[of_pair]
-    sorted_pairs = torch.full((tiles * rows,), pairs, dtype=torch.int32, device=flat.device)
-    sorted_pairs[starts[of_pair] + within] = order.int()
-    expert = torch.searchsorted(ends, torch.arange(tiles, device=flat.device) * rows, right=True)
-    return sorted_pairs, expert.masked_fill(expert == experts, -1).int()
+    def __call__(self, ids: Tensor, add: Tensor, first: int = 0) -> Tensor:
+        slots = self._adapters.slots()
+        if slots is None or not len(ids):
+            return add
+        columns = 64
+        _lookup_kernel[(len(ids), triton.cdiv(self.outputs, columns))](
+            ids, self._down, self._up, self._ranks, slots, add, first, self.rows, self.outputs, self.slots,
+            RANK=self._rank, BLOCK=self._block, COLUMNS=columns, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        return add
 
 
 @dataclass(frozen=True)
-class TritonExperts(PackedExperts):
-    """Experts that are not quantised."""
+class RowTiles:
+    """The rows of a step in tiles of one slot each."""
 
-    #: [experts, 2 * inner, E] and [experts, E, inner].
-    gate_up: Tensor
-    down: Tensor
-    #: Gate and up, and down, of experts that every token has, of any size.
-    shared: Sequence[tuple[PackedWeight, PackedWeight]]
-    #: A row's bits are the same in any batch.
-    deterministic: bool
+    #: Rows of a tile.
+    rows: int
+    #: int32 [tiles * rows]: rows of the step; the step's number of rows where a tile has none.
+    places: Tensor
+    #: int32 [tiles]; the number of slots for rows without an adapter; -1 of tiles without rows.
+    slots: Tensor
 
-    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
-        """Shared experts are ordinary products, added last."""
-        routed = experts.shape[1] - len(self.shared)
-        out = self._routed(x, experts[:, :routed], weights[:, :routed].contiguous(), add)
-        for i, (gate_up, down) in enumerate(self.shared):
-            out += down(gate_up(x, activation="silu"), DType.FLOAT32) * weights[:, routed + i, None]
-        return out
-
-    def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor, add: Tensor | None) -> Tensor:
-        (tokens, slots), (count, hidden, inner) = chosen.shape, self.down.shape
-        out = add if add is not None else torch.empty((tokens, hidden), dtype=torch.float32, device=x.device)
-        pairs = tokens * slots
-        if not pairs:
-            return out
-        few = self.deterministic or pairs <= _FEW_PAIRS * count
-        rows, depth = _FEW_PAIRS if few else _MANY_PAIRS, 32 if x.dtype == torch.float32 else 64
-        place, of_tile = sort_pairs(chosen, count, rows)
-        inner_rows = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-        parts = torch.empty((pairs, hidden), dtype=torch.float32, device=x.device)
-        shape = {"ROWS": rows, "COLUMNS": _EXPERT_COLUMNS, "DEPTH": depth, "num_warps": 4, "enable_fp_fusion": False}
-        tiles = len(of_tile)
-        _gate_up_kernel[(tiles, triton.cdiv(inner, _EXPERT_COLUMNS))](
-            x, self.gate_up, inner_rows, place, of_tile, pairs, slots, inner, x.shape[1], x.stride(0), **shape
-        )
-        _down_kernel[(tiles, triton.cdiv(hidden, _EXPERT_COLUMNS))](
-            inner_rows, self.down, weights, parts, place, of_tile, pairs, hidden, inner, **shape
-        )
-        block = min(1024, triton.next_power_of_2(hidden))
-        _sum_kernel[(tokens, triton.cdiv(hidden, block))](
-            parts, chosen.argsort(1), add, out, hidden, SLOTS=slots, BLOCK=block, num_warps=4, enable_fp_fusion=False
-        )
-        return out
-
-
-def pack_experts(
-    gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int, *, deterministic: bool
-) -> TritonExperts:
-    """Stacks the matrices of the routed experts.
-
-    Raises:
-        ConfigError: they are quantised.
-    """
-    routed = len(gate_up) - shared
-    if not all(isinstance(weight, TritonDenseWeight) for weight in (*gate_up[:routed], *down[:routed])):
-        raise ConfigError(
-            "the triton kernels have no products of quantised experts: set quantization='none', or kernels='cpu'"
-        )
-    first, second = (
-        torch.stack([weight.weight for weight in weights[:routed] if isinstance(weight, TritonDenseWeight)])
-        for weights in (gate_up, down)
-    )
-    return TritonExperts(first, second, [*zip(gate_up[routed:], down[routed:], strict=True)], deterministic)
-
-
-# An adapter's matrices in host memory, as slots on a GPU take them.
+    @classmethod
+    def of(cls, slots: Tensor, count: int, *, deterministic: bool) -> RowTiles:
+        """The tiles of rows with these slots, int32 [T], -1 without an adapter; ``count`` is the number of slots."""
+        rows = _FEW if deterministic or len(slots) <= _FEW * count else _MANY
+        own = torch.where((slots < 0) | (slots >= count), count, slots)
+        return cls(rows, *sort_pairs(own.unsqueeze(1), count + 1, rows))
 
 
 class PaddedPart(NamedTuple):
-    """As ``LowRankPart``, in pinned host memory."""
+    """A ``LowRankPart`` in pinned host memory."""
 
     down: Tensor
     up: Tensor
@@ -238,18 +206,17 @@ class TritonAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Padding included."""
         return sum(part.down.nbytes + part.up.nbytes for part in self.parts if part is not None)
 
 
 def rank_blocks(max_rank: int) -> tuple[int, int]:
-    """(the rank that matrices have room for, ranks that a tile takes at once)."""
+    """(rank up to which matrices are padded, ranks of a tile)."""
     block = 16 if max_rank <= 16 else 32
     return triton.cdiv(max_rank, block) * block, block
 
 
-def pad(part: LowRankPart, dtype: DType, block: int) -> PaddedPart:
-    """Both in pinned memory, with zeros up to a multiple of ``block``."""
+def pad_part(part: LowRankPart, dtype: DType, block: int) -> PaddedPart:
+    """Copies both matrices to pinned memory, with zeros up to a multiple of ``block`` ranks."""
     (rank, inputs), outputs = part.down.shape, len(part.up)
     padded = triton.cdiv(rank, block) * block
     to = torch_dtype(dtype)
@@ -258,54 +225,15 @@ def pad(part: LowRankPart, dtype: DType, block: int) -> PaddedPart:
     return PaddedPart(down, up)
 
 
-#: Rows of a tile where a slot has few, and where it has many.
-_FEW, _MANY = 16, 64
-_COLUMNS = 128
-#: Blocks of inputs in a piece of K, and the most pieces.
-_PIECE_BLOCKS, _MOST_PIECES = 4, 16
-#: From so many rows on, a program computes all pieces.
-_MANY_ROWS = 512
-
-
-@dataclass(frozen=True)
-class RowTiles:
-    """The rows of a step in tiles of one slot each."""
-
-    #: Of a tile.
-    rows: int
-    #: int32 [tiles * rows]: the row in the step; the number of rows in the step where a tile has none.
-    places: Tensor
-    #: int32 [tiles]: its slot; the number of slots for rows without an adapter; -1 of tiles without rows.
-    slots: Tensor
-
-    @classmethod
-    def of(cls, slots: Tensor, count: int, *, deterministic: bool) -> RowTiles:
-        """The tiles of rows with these slots, int32 [T], -1 without one, of so many."""
-        rows = _FEW if deterministic or len(slots) <= _FEW * count else _MANY
-        own = torch.where((slots < 0) | (slots >= count), count, slots)
-        return cls(rows, *sort_pairs(own.unsqueeze(1), count + 1, rows))
+# Kernels.
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _shrink_kernel(
-    x_ptr,
-    down_ptr,
-    ranks_ptr,
-    partial_ptr,
-    places_ptr,
-    slots_ptr,
-    rows,
-    depth,
-    x_stride,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PIECE: tl.constexpr,
-    PIECES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PARTS: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x_ptr, down_ptr, ranks_ptr, partial_ptr, places_ptr, slots_ptr, rows, depth, x_stride,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """partial[piece, row, part * RANK + r] = one piece of down(x), without SPLIT all of it in piece 0.
 
     down [slots + 1, PARTS, RANK, depth], ranks [slots + 1, PARTS].
@@ -337,23 +265,10 @@ def _shrink_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _expand_kernel(
-    partial_ptr,
-    up_ptr,
-    ranks_ptr,
-    tiles_ptr,
-    add_ptr,
-    out_ptr,
-    places_ptr,
-    slots_ptr,
-    rows,
-    columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PIECES: tl.constexpr,
-    PARTS: tl.constexpr,
-    RANK: tl.constexpr,
+    partial_ptr, up_ptr, ranks_ptr, tiles_ptr, add_ptr, out_ptr, places_ptr, slots_ptr, rows, columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """out = add + up(partial's sum over the pieces); without ``add``, -0.0 where there is no product.
 
     up [slots + 1, columns, RANK]; tiles [column tiles, 3]: the part, its first column, and one past its last.
@@ -389,20 +304,9 @@ def _expand_kernel(
 
 @triton.jit
 def _lookup_kernel(
-    ids_ptr,
-    down_ptr,
-    up_ptr,
-    ranks_ptr,
-    slots_ptr,
-    out_ptr,
-    first,
-    table_rows,
-    columns,
-    num_slots,
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    ids_ptr, down_ptr, up_ptr, ranks_ptr, slots_ptr, out_ptr, first, table_rows, columns, num_slots,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """out += up(down's row); down [slots, table_rows, RANK], up [slots, columns, RANK]."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -421,185 +325,3 @@ def _lookup_kernel(
                 total += tl.sum(up * x[None, :], axis=1)
             out_ptrs = out_ptr + token * columns + column
             tl.store(out_ptrs, tl.load(out_ptrs, inside, other=0.0) + total, inside)
-
-
-class TritonAdapters(TorchAdapters):
-    """With the tiles of the step's rows, which all layers share."""
-
-    def __init__(self, device: torch.device, *, deterministic: bool) -> None:
-        super().__init__()
-        self.device = device
-        self._deterministic = deterministic
-        #: Slots of the layers made so far, which all have as many; 0: none has any.
-        self.count = 0
-        self._tiles: dict[bool, RowTiles] = {}
-
-    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> TritonLowRank:
-        """Matrices of ``max_rank`` for each slot, on the device."""
-        self.count = shape.slots
-        return TritonLowRank(self, shape, sampled=sampled)
-
-    def make_low_rank_embedding(self, shape: LowRankShape) -> TritonLowRankEmbedding:
-        """Matrices of ``max_rank`` for each slot, on the device."""
-        self.count = shape.slots
-        return TritonLowRankEmbedding(self, shape)
-
-    def use(self, tokens: Tensor | None, sampled: Tensor | None = None) -> None:
-        """Drops the tiles of the step before."""
-        super().use(tokens, sampled)
-        self._tiles = {}
-
-    def tiles(self, *, sampled: bool) -> RowTiles | None:
-        """The tiles of the step's tokens or sampled rows, made once in a step; None if no row has an adapter."""
-        slots = self.slots(sampled=sampled)
-        if slots is None:
-            return None
-        if sampled not in self._tiles:
-            self._tiles[sampled] = RowTiles.of(slots, self.count, deterministic=self._deterministic)
-        return self._tiles[sampled]
-
-
-class TritonLowRank(LowRank):
-    """Slots of equal size on the device."""
-
-    def __init__(self, adapters: TritonAdapters, shape: LowRankShape, *, sampled: bool = False) -> None:
-        """See ``Adapters.make_low_rank``."""
-        super().__init__(shape)
-        self._adapters, self._sampled = adapters, sampled
-        self._starts = [0, *itertools.accumulate(self.outputs)]
-        self._type = torch_dtype(self.dtype)
-        self._rank, self._block = rank_blocks(self.max_rank)
-        device, parts = adapters.device, len(self.outputs)
-        self._down = torch.zeros((shape.slots, parts, self._rank, self.inputs), dtype=self._type, device=device)
-        self._up = torch.zeros((shape.slots, self._starts[-1], self._rank), dtype=self._type, device=device)
-        #: Of each slot's parts, 0 where it has none; the last row is that of rows without an adapter.
-        self._ranks = torch.zeros((shape.slots + 1, parts), dtype=torch.int32, device=device)
-        tiles = [
-            (part, column, end)
-            for part, (start, end) in enumerate(itertools.pairwise(self._starts))
-            for column in range(start, end, _COLUMNS)
-        ]
-        self._tiles = torch.tensor(tiles, dtype=torch.int32).to(device)
-
-    def pack(self, parts: Sequence[LowRankPart | None]) -> TritonAdapter:
-        """Pads ranks to the blocks that tiles take."""
-        self.check(parts)
-        ranks = [0 if part is None else len(part.down) for part in parts]
-        return TritonAdapter([part and pad(part, self.dtype, self._block) for part in parts], ranks)
-
-    def place(self, slot: int, packed: TritonAdapter | None) -> None:
-        """Queues copies on the current stream."""
-        if packed is None:
-            self._ranks[slot].zero_()
-            return
-        self._ranks[slot].copy_(torch.tensor(packed.ranks, dtype=torch.int32))
-        for i, part in enumerate(packed.parts):
-            if part is not None:
-                self._down[slot, i, : len(part.down)].copy_(part.down, non_blocking=True)
-                columns = slice(self._starts[i], self._starts[i + 1])
-                self._up[slot, columns, : part.up.shape[1]].copy_(part.up, non_blocking=True)
-
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor | None:
-        """Two launches."""
-        tiles = self._adapters.tiles(sampled=self._sampled)
-        if tiles is None:
-            return add
-        rows, columns, parts = len(x), self._starts[-1], len(self.outputs)
-        out = torch.empty((rows, columns), dtype=torch.float32, device=x.device) if add is None else add
-        if not rows:
-            return out
-        x = x.to(self._type)
-        depth = 64 if self.dtype.itemsize == 2 else 32
-        blocks = triton.cdiv(self.inputs, depth)
-        piece = triton.cdiv(blocks, min(_MOST_PIECES, triton.cdiv(blocks, _PIECE_BLOCKS)))
-        pieces = triton.cdiv(blocks, piece)
-        split = pieces if rows < _MANY_ROWS else 1
-        options = {"ROWS": tiles.rows, "PARTS": parts, "RANK": self._rank, "BLOCK": self._block}
-        options |= {"num_warps": 4, "enable_fp_fusion": False}
-        partial = torch.empty((split, rows, parts * self._rank), dtype=torch.float32, device=x.device)
-        _shrink_kernel[(len(tiles.slots), parts * self._rank // self._block, split)](
-            x,
-            self._down,
-            self._ranks,
-            partial,
-            tiles.places,
-            tiles.slots,
-            rows,
-            self.inputs,
-            x.stride(0),
-            DEPTH=depth,
-            PIECE=piece * depth,
-            PIECES=pieces,
-            SPLIT=split > 1,
-            **options,
-        )
-        _expand_kernel[(len(tiles.slots), len(self._tiles))](
-            partial,
-            self._up,
-            self._ranks,
-            self._tiles,
-            add,
-            out,
-            tiles.places,
-            tiles.slots,
-            rows,
-            columns,
-            COLUMNS=_COLUMNS,
-            PIECES=split,
-            **options,
-        )
-        return out
-
-
-class TritonLowRankEmbedding(LowRankEmbedding):
-    """Slots of equal size on the device; of ``down`` the transposed matrix."""
-
-    def __init__(self, adapters: TritonAdapters, shape: LowRankShape) -> None:
-        """See ``Adapters.make_low_rank_embedding``."""
-        super().__init__(shape)
-        self._adapters = adapters
-        self._type = torch_dtype(self.dtype)
-        self._rank, self._block = rank_blocks(self.max_rank)
-        self._down = torch.zeros((shape.slots, self.rows, self._rank), dtype=self._type, device=adapters.device)
-        self._up = torch.zeros((shape.slots, self.outputs, self._rank), dtype=self._type, device=adapters.device)
-        self._ranks = torch.zeros(shape.slots, dtype=torch.int32, device=adapters.device)
-
-    def pack(self, part: LowRankPart) -> TritonAdapter:
-        """Pads the rank to the block that tiles take."""
-        check_part(part, self.rows, self.outputs, self.max_rank)
-        return TritonAdapter([pad(part, self.dtype, self._block)], [len(part.down)])
-
-    def place(self, slot: int, packed: TritonAdapter | None) -> None:
-        """Queues copies on the current stream."""
-        self._ranks[slot] = 0 if packed is None else packed.ranks[0]
-        if packed is not None:
-            (part,) = packed.parts
-            assert part is not None
-            rank = len(part.down)
-            self._down[slot, :, :rank].copy_(part.down.T)
-            self._up[slot, :, :rank].copy_(part.up, non_blocking=True)
-
-    def __call__(self, ids: Tensor, add: Tensor, first: int = 0) -> Tensor:
-        """One launch."""
-        slots = self._adapters.slots()
-        if slots is None or not len(ids):
-            return add
-        columns = 64
-        _lookup_kernel[(len(ids), triton.cdiv(self.outputs, columns))](
-            ids,
-            self._down,
-            self._up,
-            self._ranks,
-            slots,
-            add,
-            first,
-            self.rows,
-            self.outputs,
-            self.slots,
-            RANK=self._rank,
-            BLOCK=self._block,
-            COLUMNS=columns,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
-        return add

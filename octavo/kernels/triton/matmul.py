@@ -1,6 +1,7 @@
 """The batch-invariant matrix product: a row's result does not depend on the number of rows.
 
-Tile shape, number of warps and split of K are the same for any number of rows; see ``tiles`` for the order of sums.
+Tile shape, number of warps and split of K are the same for any number of rows: K is cut into pieces, whose sums are
+added in order, whether a program computes one piece of a tile or all.
 """
 
 from __future__ import annotations
@@ -15,13 +16,11 @@ from torch import Tensor
 from octavo.kernels.triton import interpreted
 from octavo.kernels.triton.elementwise import rounded
 
-# Common parts of the matrix products: the order of tiles, the split of K, and the product of a tile.
-
-#: Programs that fill a large card: two on each of 132 multiprocessors.
+#: Programs that fill a large GPU: two on each of 132 multiprocessors.
 _PROGRAMS = 264
 #: Above this many programs, a program computes all pieces of its tile: sums in memory would cost more than they gain.
 _MOST_SPLIT_PROGRAMS = 1024
-#: Inputs in a piece of K, at least: fewer would not fill the pipeline of loads.
+#: Minimum of inputs in a piece of K: fewer would not fill the pipeline of loads.
 _LEAST_DEPTH = 256
 #: Tiles of rows that are computed with one tile of weights before the next; their inputs stay in the L2 cache.
 BAND = tl.constexpr(8)
@@ -43,7 +42,7 @@ def dot(a, b, total):
 
 @triton.jit
 def dot_of_columns(a, b, total):
-    """As ``dot``, if the rows of activations are the columns of b."""
+    """``dot``, if the rows of activations are the columns of b."""
     if _INTERPRETED:
         return tl.trans(dot(tl.trans(b), tl.trans(a), tl.trans(total)))
     return dot(a, b, total)
@@ -77,8 +76,8 @@ def tile_place(tile, row_tiles, column_tiles):
 
 def pieces_of(tiles: int, depth: int, block: int) -> tuple[int, int]:
     """(pieces of K, blocks of K in each except perhaps the last), for ``tiles`` tiles of outputs."""
-    wanted = max(1, min(_PROGRAMS // max(1, tiles), depth // _LEAST_DEPTH))
-    length = triton.cdiv(triton.cdiv(depth, block), wanted)
+    pieces = max(1, min(_PROGRAMS // max(1, tiles), depth // _LEAST_DEPTH))
+    length = triton.cdiv(triton.cdiv(depth, block), pieces)
     return max(1, triton.cdiv(depth, length * block)), length
 
 
@@ -103,26 +102,11 @@ _SINGLE = _DenseProductTile(64, 64, 32, 4, 2)
 
 @triton.jit(do_not_specialize=["rows", "row_tiles"])
 def _matmul_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    partial_ptr,
-    rows,
-    columns,
-    depth,
-    row_tiles,
-    x_stride,
-    weight_stride,
-    piece_blocks,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    EVEN: tl.constexpr,
-    PIECES: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, rows, columns, depth, row_tiles, x_stride,
+    weight_stride, piece_blocks,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, PIECES: tl.constexpr,
     SPLIT: tl.constexpr,
-):
+):  # fmt: skip
     """out = x weight^T (+ bias) (+ residual); with SPLIT, partial [PIECES, rows, columns] = one piece of K."""
     row_tile, column_tile = tile_place(tl.program_id(0), row_tiles, tl.cdiv(columns, COLUMNS))
     row = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -148,19 +132,9 @@ def _matmul_kernel(
 
 @triton.jit
 def _piece(
-    x_ptrs,
-    weight_ptrs,
-    row_inside,
-    k,
-    depth,
-    piece,
-    piece_blocks,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """The product over one piece of K."""
+    x_ptrs, weight_ptrs, row_inside, k, depth, piece, piece_blocks,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     end = tl.minimum(depth, (piece + 1) * piece_blocks * DEPTH)
     for start in range(piece * piece_blocks * DEPTH, end, DEPTH):
@@ -177,7 +151,6 @@ def _piece(
 
 @triton.jit
 def _finish(total, bias_ptr, residual_ptr, out_ptr, place, column, inside, columns):
-    """Adds bias and residual, if there are any, rounds and stores."""
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -189,7 +162,6 @@ def _finish(total, bias_ptr, residual_ptr, out_ptr, place, column, inside, colum
 def _combine_kernel(
     partial_ptr, bias_ptr, residual_ptr, out_ptr, rows, columns, PIECES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Adds the pieces of one row in order."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = row * columns + column
@@ -220,12 +192,9 @@ def matmul(
     Args:
         x: [T, K], rows strided; bfloat16, float16 or float32 (multiplied without tensor cores).
         weight: [N, K], rows strided, of x's type.
-        bias: [N].
-        out_dtype: Of the result; x's if not given.
-        residual: float32 [T, N], contiguous; added in float32. A float32 result reuses its memory.
-
-    Returns:
-        [T, N].
+        bias: [N]
+        out_dtype: of the result [T, N], by default x's.
+        residual: float32 [T, N], contiguous. A float32 result reuses its memory.
     """
     rows, depth = x.shape
     columns = weight.shape[0]
@@ -237,31 +206,14 @@ def matmul(
     pieces, piece_blocks = pieces_of(column_tiles, depth, shape.depth)
     split = splits(row_tiles * column_tiles, pieces)
     partial = torch.empty((pieces, rows, columns), dtype=torch.float32, device=x.device) if split else None
+    # With two sums, registers suffice for one program per multiprocessor, which has all of its shared memory.
+    stages = shape.stages + (pieces > 1 and not split)
     _matmul_kernel[(row_tiles * column_tiles, pieces if split else 1)](
-        x,
-        weight,
-        bias,
-        residual,
-        out,
-        partial,
-        rows,
-        columns,
-        depth,
-        row_tiles,
-        x.stride(0),
-        weight.stride(0),
-        piece_blocks,
-        ROWS=shape.rows,
-        COLUMNS=shape.columns,
-        DEPTH=shape.depth,
-        EVEN=depth % shape.depth == 0,
-        PIECES=pieces,
-        SPLIT=split,
-        num_warps=shape.warps,
-        # With two sums, registers suffice for one program per multiprocessor, which has all of its shared memory.
-        num_stages=shape.stages + (pieces > 1 and not split),
-        enable_fp_fusion=False,
-    )
+        x, weight, bias, residual, out, partial,
+        rows, columns, depth, row_tiles, x.stride(0), weight.stride(0), piece_blocks,
+        ROWS=shape.rows, COLUMNS=shape.columns, DEPTH=shape.depth, EVEN=depth % shape.depth == 0, PIECES=pieces,
+        SPLIT=split, num_warps=shape.warps, num_stages=stages, enable_fp_fusion=False,
+    )  # fmt: skip
     if split:
         block = 512
         _combine_kernel[(rows, triton.cdiv(columns, block))](

@@ -9,7 +9,7 @@ additions and roundings, and so the bits, are the same as those of the product f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -23,34 +23,33 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, WeightError
 from octavo.kernels.interface import Activation, PackedWeight
-from octavo.kernels.torch_backend import TorchWeight, torch_dtype
+from octavo.kernels.torch_backend import TorchWeight, check_fp8, torch_dtype
 from octavo.kernels.triton import interpreted
 from octavo.kernels.triton.elementwise import FUNCTIONS, activate, embedding, rounded
 from octavo.kernels.triton.matmul import dot_of_columns, matmul, pieces_of, result_of, splits, tile_place
 
-# Quantisation of weights to 8 or 4 bits, at load, in the layouts of ``quant``.
+# Quantisation of weights to 8 or 4 bits, at load.
 
-#: Outputs and inputs are padded to multiples of these with zeros: the product's loads of weights have no edges.
+#: Outputs and inputs are padded with zeros to multiples of these, so that loads of weights need no masks.
 COLUMNS = 128
 BLOCK = 128
 
-#: Where the greatest magnitude of a group may be put among the 16 codes.
+#: Codes tried for the greatest magnitude of a group.
 _TARGETS = (-8.5, -8.0, -7.5, -7.0, -6.5, -6.0, 6.0, 6.5, 7.0, 7.5)
 #: A group or row whose greatest magnitude is below this counts as zeros: its inverse must be finite.
 _LEAST = 1e-30
 #: Tiles of rows up to which a product may be cut into pieces of K.
 _ROW_TILES = 8
-#: Weights that are quantised at once: float32 copies of them are made.
+#: Weights that are quantised at once, as they are copied to float32.
 _AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class TritonQuantizedLinear:
-    """A quantised weight [N, K] with its bias."""
+    """A quantised weight [outputs N, inputs K] with its bias."""
 
     #: "int8", "int4" or "fp8".
     kind: str
-    #: N and K.
     outputs: int
     inputs: int
     #: Consecutive inputs that share a scale; 0: the whole row.
@@ -61,7 +60,7 @@ class TritonQuantizedLinear:
     scales: Tensor
     #: [N] or none.
     bias: Tensor | None
-    #: int32, zero between products: number of finished pieces of each tile of the output.
+    #: int32 number of finished pieces of each tile of the output; zero between products.
     arrivals: Tensor
 
 
@@ -74,11 +73,10 @@ def quantize(weight: Tensor, kind: str, bias: Tensor | None = None, group: int |
     Args:
         weight: float32, bfloat16 or float16.
         kind: "int8", "int4" or "fp8".
-        bias: [N]; kept as it is.
+        bias: [N]; not quantised.
         group: int4 only: weights that share a scale, 128 or 32; default: 128 if K is a multiple of it, else 32.
 
     Raises:
-        ConfigError: an unknown kind or group, K is no multiple of the group, or fp8 on a GPU that has none.
         WeightError: a weight is infinite or not a number.
     """
     outputs, inputs = weight.shape
@@ -92,8 +90,10 @@ def quantize(weight: Tensor, kind: str, bias: Tensor | None = None, group: int |
     else:
         raise ConfigError(f"quantization {kind!r} with group {group!r}: expected int8, fp8 or int4 (group 32 or 128)")
     if kind == "fp8":
-        _check_fp8(weight.device)
-    parts = [encode(part) for part in _padded_parts(weight)]
+        check_fp8(weight.device, "fp8")
+    rows = max(COLUMNS, _AT_ONCE // max(1, weight.shape[1]) // COLUMNS * COLUMNS)
+    padded = (F.pad(x.float(), (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % COLUMNS)) for x in weight.split(rows))
+    parts = [encode(part) for part in padded]
     codes = torch.cat([part[0] for part in parts], dim=1)
     scales = torch.cat([part[1] for part in parts], dim=-1)
     if not scales.isfinite().all():
@@ -102,15 +102,7 @@ def quantize(weight: Tensor, kind: str, bias: Tensor | None = None, group: int |
     return TritonQuantizedLinear(kind, outputs, inputs, group or 0, codes, scales, bias, arrivals)
 
 
-def _padded_parts(weight: Tensor) -> Iterator[Tensor]:
-    """Slices of rows in float32, padded with zeros."""
-    rows = max(COLUMNS, _AT_ONCE // max(1, weight.shape[1]) // COLUMNS * COLUMNS)
-    for part in weight.split(rows):
-        yield F.pad(part.float(), (0, -part.shape[1] % BLOCK, 0, -part.shape[0] % COLUMNS))
-
-
 def _in_blocks(codes: Tensor) -> Tensor:
-    """[N, K] to [K / 128, N, 128]."""
     return codes.view(codes.shape[0], -1, BLOCK).transpose(0, 1)
 
 
@@ -156,12 +148,6 @@ def _int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     codes = ((groups * inverse[..., None]).round_().clamp_(-8, 7) + 8).nan_to_num_().to(torch.int16)
     first, second, third, fourth = _in_blocks(codes.flatten(1)).split(BLOCK // 4, dim=2)
     return first | second << 4 | third << 8 | fourth << 12, scales.t()
-
-
-def _check_fp8(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        name = torch.cuda.get_device_name(device)
-        raise ConfigError(f"fp8 needs a GPU of compute capability 8.9 or newer; {name} is older: use int8")
 
 
 # Exact conversion of codes to the activations' type, in registers.
@@ -261,22 +247,14 @@ def widen_int4(words, dtype: tl.constexpr):
         )
     elif dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            _INT4_TO_BF16,
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
+            _INT4_TO_BF16, "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            _INT4_TO_FP16,
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+            _INT4_TO_FP16, "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -318,41 +296,21 @@ class _ProductTile(NamedTuple):
     stages: int
 
 
-#: The only one of ``deterministic``.
+#: The only tile of ``deterministic`` products.
 _FIXED = _ProductTile(64, 8, 3)
-#: Otherwise that of the fewest rows which are enough: at few rows, arithmetic on absent ones would outlast the loads.
+#: Otherwise the smallest tile that holds all rows: arithmetic on many absent rows would outlast the loads.
 _BY_ROWS = (_ProductTile(16, 8, 4), _FIXED, _ProductTile(128, 8, 4))
-#: Without tensor cores (float32 as it is).
+#: For float32, without tensor cores.
 _SINGLE = _ProductTile(16, 8, 2)
 
 
 @triton.jit(do_not_specialize=["rows", "row_tiles"])
 def _quantized_kernel(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    partial_ptr,
-    arrivals_ptr,
-    rows,
-    columns,
-    padded_columns,
-    depth,
-    row_tiles,
-    x_stride,
-    piece_blocks,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-    PIECES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    GATE: tl.constexpr,
-):
+    x_ptr, codes_ptr, scales_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, arrivals_ptr, rows, columns,
+    padded_columns, depth, row_tiles, x_stride, piece_blocks,
+    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
     """out = x weight^T (+ bias) (+ residual); with GATE, GATE(first half) * second half.
 
     With SPLIT a program computes one piece of K and stores it in partial [PIECES, rows, columns], in which a tile's
@@ -363,7 +321,7 @@ def _quantized_kernel(
     lane = tl.arange(0, COLUMNS)
     place_in_row = column_tile * COLUMNS + lane
     column = place_in_row
-    if GATE is not None:  # a gate, what it gates, the next gate
+    if GATE is not None:  # columns of gate and up by turns
         column = column_tile * (COLUMNS // 2) + lane // 2 + lane % 2 * (columns // 2)
     row_inside = (row < rows)[:, None]
     x_ptrs = x_ptr + row[:, None] * x_stride
@@ -404,22 +362,10 @@ def _quantized_kernel(
 
 @triton.jit
 def _piece(
-    x_ptrs,
-    codes_ptr,
-    scales_ptr,
-    row_inside,
-    column,
-    padded_columns,
-    depth,
-    piece,
-    piece_blocks,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
+    x_ptrs, codes_ptr, scales_ptr, row_inside, column, padded_columns, depth, piece, piece_blocks,
+    KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr,
-):
+):  # fmt: skip
     """codes x^T over one piece of K, [COLUMNS, ROWS]; with the scales of groups applied."""
     PARTS: tl.constexpr = 4 if KIND == "int4" else 2
     SIZE: tl.constexpr = BLOCK // PARTS
@@ -460,26 +406,15 @@ def _piece(
 
 @triton.jit
 def _columns_of(x_ptrs, row_inside, k, start, depth, EVEN: tl.constexpr):
-    """A tile of x, transposed."""
     mask = row_inside if EVEN else row_inside & (k < depth - start)[None, :]
     return tl.trans(tl.load(x_ptrs + (start + k)[None, :], mask, other=0.0))
 
 
 @triton.jit
 def _finish(
-    whole,
-    scales_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    row,
-    row_inside,
-    column,
-    column_tile,
-    columns,
-    GROUP: tl.constexpr,
-    GATE: tl.constexpr,
-):
+    whole, scales_ptr, bias_ptr, residual_ptr, out_ptr, row, row_inside, column, column_tile, columns,
+    GROUP: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
     """Applies the scales of rows of weights, adds bias and residual, if there are any, rounds and stores.
 
     With GATE the gated activation is applied to the rounded sums, which leaves half of the columns.
@@ -515,13 +450,8 @@ def quantized_matmul(
 
     Args:
         x: [T, K], rows strided; bfloat16, float16, or float32 (multiplied without tensor cores).
-        packed: [N, K], of ``quantize``.
-        out_dtype: Of the result; x's if not given.
-        residual: float32 [T, N], contiguous; added in float32. A float32 result reuses its memory.
-        deterministic: One tile shape for any number of rows, so that a row's result does not depend on it.
-
-    Returns:
-        [T, N].
+        out_dtype, residual: see ``matmul``.
+        deterministic: one tile shape for any number of rows, so that a row's result does not depend on it.
     """
     out = result_of(x.shape[0], packed.outputs, x, out_dtype, residual)
     return _product(x, packed, out, residual, gate=None, deterministic=deterministic)
@@ -532,14 +462,8 @@ def quantized_gated(
 ) -> Tensor:
     """``activate(quantized_matmul(x, packed), activation, gated=True)``, bit for bit, in one launch.
 
-    Args:
-        x: See ``quantized_matmul``.
-        packed: [2 * I, K], the rows of the gate first; I is a multiple of half of ``COLUMNS``.
-        activation: Of the gate.
-        deterministic: See ``quantized_matmul``.
-
-    Returns:
-        [T, I] of x's type.
+    packed [2 * I, K] has the rows of the gate first; I is a multiple of half of ``COLUMNS``. The result is [T, I] of
+    x's type.
     """
     assert packed.outputs % COLUMNS == 0
     out = torch.empty((x.shape[0], packed.outputs // 2), dtype=x.dtype, device=x.device)
@@ -566,38 +490,17 @@ def _product(
     if not split and not deterministic:
         pieces, piece_blocks = 1, triton.cdiv(packed.inputs, BLOCK)
     partial = torch.empty((pieces, rows, columns), dtype=torch.float32, device=x.device) if split else None
+    # With two sums, registers suffice for one program per multiprocessor, which then has all of its shared memory.
+    # With one sum, two programs fit and hide each other's latencies.
+    stages = shape.stages + (pieces > 1 and not split)
+    registers = 128 if split and shape.rows <= _FIXED.rows and packed.group != 32 else None
     _quantized_kernel[(tiles, pieces if split else 1)](
-        x,
-        packed.codes,
-        packed.scales,
-        packed.bias,
-        residual,
-        out,
-        partial,
-        packed.arrivals if split else None,
-        rows,
-        columns,
-        padded_columns,
-        packed.inputs,
-        row_tiles,
-        x.stride(0),
-        piece_blocks,
-        KIND=packed.kind,
-        ROWS=shape.rows,
-        COLUMNS=COLUMNS,
-        BLOCK=BLOCK,
-        GROUP=packed.group,
-        EVEN=packed.inputs % BLOCK == 0,
-        PIECES=pieces,
-        SPLIT=split,
-        GATE=gate,
-        num_warps=shape.warps,
-        # With two sums, registers suffice for one program per multiprocessor, which then has all of its shared memory.
-        # With one sum, two programs fit and hide each other's latencies.
-        num_stages=shape.stages + (pieces > 1 and not split),
-        maxnreg=128 if split and shape.rows <= _FIXED.rows and packed.group != 32 else None,
-        enable_fp_fusion=False,
-    )
+        x, packed.codes, packed.scales, packed.bias, residual, out, partial, packed.arrivals if split else None,
+        rows, columns, padded_columns, packed.inputs, row_tiles, x.stride(0), piece_blocks,
+        KIND=packed.kind, ROWS=shape.rows, COLUMNS=COLUMNS, BLOCK=BLOCK, GROUP=packed.group,
+        EVEN=packed.inputs % BLOCK == 0, PIECES=pieces, SPLIT=split, GATE=gate,
+        num_warps=shape.warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 
@@ -609,24 +512,16 @@ def _shape_of(x: Tensor, deterministic: bool) -> _ProductTile:
     return next((shape for shape in _BY_ROWS if x.shape[0] <= shape.rows), _BY_ROWS[-1])
 
 
-# Packed weights of the GPU backend, and their products: batch-invariant, or by cuBLAS.
+# Packed weights: their products are batch-invariant, or computed by cuBLAS.
 
 
 @dataclass(frozen=True, slots=True)
 class TritonDenseWeight(TorchWeight):
-    """A weight that is not quantised."""
-
-    #: A row's bits are the same in any batch.
     deterministic: bool
 
     def __call__(
-        self,
-        x: Tensor,
-        out_dtype: DType | None = None,
-        add: Tensor | None = None,
-        activation: Activation | None = None,
+        self, x: Tensor, out_dtype: DType | None = None, add: Tensor | None = None, activation: Activation | None = None
     ) -> Tensor:
-        """The product, and the activation in another launch."""
         dtype = x.dtype if out_dtype is None else torch_dtype(out_dtype)
         x = x.to(self.weight.dtype)
         if activation is None:
@@ -635,7 +530,6 @@ class TritonDenseWeight(TorchWeight):
         return activate(product, activation, gated=self.gated).to(dtype)
 
     def rows(self, ids: Tensor, first: int, *, scale: float, dtype: DType) -> Tensor:
-        """One launch."""
         return embedding(ids, self.weight, first, scale, None)
 
     def _product(self, x: Tensor, dtype: torch.dtype, add: Tensor | None) -> Tensor:
@@ -651,15 +545,10 @@ class TritonQuantizedWeight(PackedWeight):
 
     codes: TritonQuantizedLinear
     gated: bool
-    #: A row's bits are the same in any batch.
     deterministic: bool
 
     def __call__(
-        self,
-        x: Tensor,
-        out_dtype: DType | None = None,
-        add: Tensor | None = None,
-        activation: Activation | None = None,
+        self, x: Tensor, out_dtype: DType | None = None, add: Tensor | None = None, activation: Activation | None = None
     ) -> Tensor:
         """One launch for a gated product if nothing is added and the outputs fill whole tiles."""
         dtype = x.dtype if out_dtype is None else torch_dtype(out_dtype)
@@ -672,7 +561,6 @@ class TritonQuantizedWeight(PackedWeight):
 
     @property
     def nbytes(self) -> int:
-        """Scales and padding included."""
         tensors = (self.codes.codes, self.codes.scales, self.codes.bias)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

@@ -1,7 +1,7 @@
 """Sampling from rows of logits: greedy, or by the scores of ``octavo/kernels/sampling.py``.
 
 There are two launches. The survey reads the logits, with many programs per row, and writes the greatest logit of each
-column (see ``ranking``) and, for a row without filters, a lower bound on the scores of the column. Then one program per
+column, of 32 tokens, and, for a row without filters, a lower bound on the scores of the column. Then one program per
 row chooses. With filters it first finds the last token that passes, among the columns that can include it. Then it
 computes exact scores, in float64, in the columns with bounds low enough to win: usually one or two.
 """
@@ -23,7 +23,105 @@ from octavo.kernels.sampling import SamplingBackend, as_position_logprobs
 from octavo.kernels.torch_backend import HostCopy, as_rows, host_copy, host_empty
 from octavo.kernels.triton import interpreted
 
-# Common parts of sampling and logprobs: rows of logits as short columns, and prefixes of a row's ranking.
+
+class TritonSampling(SamplingBackend):
+    """Sampling on a device. Owns the filters of greedy rows."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._pinned = device.type == "cuda"
+        self._plain = torch.zeros(5, dtype=torch.int64, device=device)
+
+    def prepare(self, logits: Tensor) -> Tensor:
+        return as_rows(logits)
+
+    def to_device(self, values: NDArray[Any]) -> Tensor:
+        """See ``SamplingBackend``; a copy, so the array may change."""
+        staged = torch.from_numpy(values)
+        return (host_copy(staged) if self._pinned else staged.clone()).to(self._device, non_blocking=True)
+
+    def fetch(self, tokens: Tensor) -> Callable[[], NDArray[np.int64]]:
+        copy = HostCopy(tokens)
+        return lambda: copy.wait().numpy()
+
+    def select(self, tokens: Tensor, indices: NDArray[np.int64]) -> Tensor:
+        return tokens[self.to_device(indices)]
+
+    def copy_rows(self, logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
+        return logits[self.to_device(rows)]
+
+    def edit_rows(self, logits: Tensor, rows: list[int]) -> dict[int, NDArray[np.float32]]:
+        copies = self.copy_rows(logits, np.array(rows, np.int64)).cpu().numpy()
+        return dict(zip(rows, copies, strict=True))
+
+    def put_rows(self, logits: Tensor, edited: dict[int, NDArray[np.float32]]) -> None:
+        values = torch.from_numpy(np.stack(list(edited.values())))
+        logits[self.to_device(np.array(list(edited), np.int64))] = values.to(logits.device)
+
+    def choose_most_likely(self, logits: Tensor) -> Tensor:
+        rows = len(logits)
+        if 5 * rows > len(self._plain):
+            self._plain = torch.zeros(10 * rows, dtype=torch.int64, device=self._device)
+        return _choose(logits, self._plain[: 5 * rows].view(5, rows), None)
+
+    def choose(
+        self,
+        logits: Tensor,
+        filters: NDArray[np.void],
+        keys: NDArray[np.uint32],
+        mask: NDArray[np.uint32] | None = None,
+    ) -> Tensor:
+        shape = (5, len(filters))
+        settings = host_empty(shape, torch.int64) if self._pinned else torch.empty(shape, dtype=torch.int64)
+        host = settings.numpy()
+        for line, name in enumerate(("temperature", "top_k", "top_p", "min_p")):
+            host[line] = filters[name].view(np.int64)
+        host[4] = np.ascontiguousarray(keys).view(np.int64)[:, 0]
+        allowed = None if mask is None else self.to_device(np.ascontiguousarray(mask).view(np.int32))
+        return _choose(logits, settings.to(self._device, non_blocking=True), allowed)
+
+    def logprobs(
+        self, logits: Tensor, indices: NDArray[np.int64], tokens: Tensor, counts: NDArray[np.int64]
+    ) -> DeviceLogprobs:
+        counts = np.minimum(counts, self._vocab_size)
+        width = int(counts.max(initial=0))
+        results = token_logprobs(logits, self.to_device(indices), tokens, width)
+        return DeviceLogprobs(results, tokens, counts, self._vocab_size)
+
+
+def _choose(logits: Tensor, settings: Tensor, mask: Tensor | None) -> Tensor:
+    """``settings``: rows of temperature, top_k, top_p, min_p and key, as 64 bits."""
+    temperature, top_k, top_p, min_p, key = settings
+    return choose_tokens(
+        logits,
+        temperature.view(torch.float64),
+        top_k,
+        top_p.view(torch.float64),
+        min_p.view(torch.float64),
+        key.view(torch.int32).view(-1, 2),
+        mask,
+    )
+
+
+class DeviceLogprobs:
+    """``PendingLogprobs`` that the device may still be computing."""
+
+    __slots__ = ("_counts", "_results", "_tokens", "_vocab_size")
+
+    def __init__(self, results: Tensor, tokens: Tensor, counts: NDArray[np.int64], vocab_size: int) -> None:
+        self._results, self._tokens = HostCopy(results), HostCopy(tokens)
+        self._counts, self._vocab_size = counts, vocab_size
+
+    def wait(self) -> list[PositionLogprobs]:
+        """An entry for each token; meaningless for a negative one."""
+        results = unpack(self._results.wait(), len(self._counts))
+        logprobs, ranks, ids, top_logprobs = (values.numpy() for values in results)
+        tokens = self._tokens.wait().numpy()
+        return as_position_logprobs(tokens, logprobs, ranks, self._counts, ids, top_logprobs, self._vocab_size)
+
+
+# Shared by sampling and logprobs: rows of logits as short columns, and prefixes of a row's ranking.
 
 #: Tokens of a column: 128 bytes, a line of the cache.
 COLUMN = tl.constexpr(32)
@@ -31,7 +129,7 @@ COLUMN = tl.constexpr(32)
 SURVEYED = tl.constexpr(64)
 #: Largest number of tokens of listed columns in a tile.
 LARGEST_TILE = 2048
-#: After every key.
+#: Above every key.
 LAST_KEY = tl.constexpr((1 << 63) - 1)
 
 #: Bits of the largest token id.
@@ -73,7 +171,7 @@ def top_of(best):
 
 @triton.jit
 def weights(distance, temperature):
-    """Tempered probabilities divided by the best token's, float32 (as numpy has them in ``filters``)."""
+    """Tempered probabilities divided by the best token's, float32."""
     return tl.exp(-(distance / tl.maximum(temperature, 1e-37)))
 
 
@@ -117,7 +215,7 @@ def list_columns(list_ptr, column, columns, bits, reach, most):
     count = tl.minimum(num_nearer + tl.sum(tied.to(tl.int32), axis=0), most)
     place = tl.where(nearer, tl.cumsum(nearer.to(tl.int32), axis=0), num_nearer + tl.cumsum(tied.to(tl.int32), axis=0))
     tl.store(list_ptr + place - 1, column, (nearer | tied) & (place <= count))
-    tl.debug_barrier()  # other threads read what was written
+    tl.debug_barrier()  # other threads read the list
     return count
 
 
@@ -166,17 +264,9 @@ def end_of_prefix(listed, last, target, temperature, WEIGHTED: tl.constexpr, DIG
 
 @triton.jit
 def _refine(
-    listed,
-    last,
-    target,
-    temperature,
-    key,
-    SHIFT: tl.constexpr,
-    STEPS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    DIGIT: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    listed, last, target, temperature, key,
+    SHIFT: tl.constexpr, STEPS: tl.constexpr, WEIGHTED: tl.constexpr, DIGIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Determines the key's bits below SHIFT, a digit per step: the greatest key before which the target is not met."""
     digits = tl.arange(0, 1 << DIGIT).to(tl.int64)
     for step in range(STEPS):
@@ -214,20 +304,13 @@ def choose_tokens(
     keys: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """A token for each row, which does not depend on other rows.
+    """See ``SamplingBackend.choose``.
 
     Args:
         logits: [n, vocab] float32, contiguous in the last dimension.
-        temperature: [n] float64; 0 takes the most likely token, the lowest id among equals.
-        top_k: [n] int64, from 1.
-        top_p: [n] float64, above 0.
-        min_p: [n] float64. A disabled filter has the value that keeps all tokens.
+        temperature, top_k, top_p, min_p: [n], int64 top_k and float64.
         keys: [n, 2] int32 or int64, contiguous: hash keys of the rows in the low 32 bits.
-        mask: [n, columns] int32, contiguous, a word for each column: the logits of tokens with a clear bit become -inf
-            in place.
-
-    Returns:
-        [n] int64 token ids; -1 where there is a NaN, -2 where the greatest logit is infinite, -3 where all are masked.
+        mask: [n, columns] int32, contiguous, a word for each column.
     """
     rows, vocab = logits.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -239,51 +322,23 @@ def choose_tokens(
     listed = torch.empty(rows, columns, dtype=torch.int32, device=logits.device)
     filters = (temperature, top_k, top_p, min_p, keys)
     survey_kernel[(triton.cdiv(columns, SURVEYED.value), rows)](
-        logits,
-        logits.stride(0),
-        vocab,
-        *filters,
-        best if mask is None else mask,
-        best,
-        second,
-        columns,
-        MASKED=mask is not None,
-        num_warps=4,
-    )
+        logits, logits.stride(0), vocab, *filters, best if mask is None else mask, best, second, columns,
+        MASKED=mask is not None, num_warps=4,
+    )  # fmt: skip
     choose_kernel[(rows,)](
-        logits,
-        logits.stride(0),
-        vocab,
-        *filters,
-        best,
-        second,
-        listed,
-        chosen,
-        columns,
-        COLUMNS=triton.next_power_of_2(columns),
-        DIGIT=digit_bits(columns),
-        TILE=min(LARGEST_TILE, triton.next_power_of_2(columns) * COLUMN.value),
-        num_warps=16,
-    )
+        logits, logits.stride(0), vocab, *filters, best, second, listed, chosen, columns,
+        COLUMNS=triton.next_power_of_2(columns), DIGIT=digit_bits(columns),
+        TILE=min(LARGEST_TILE, triton.next_power_of_2(columns) * COLUMN.value), num_warps=16,
+    )  # fmt: skip
     return chosen
 
 
 @triton.jit(do_not_specialize_on_alignment=_SMALL)
 def survey_kernel(
-    logits_ptr,
-    row_stride,
-    vocab,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    keys_ptr,
-    mask_ptr,
-    best_ptr,
-    second_ptr,
-    columns,
+    logits_ptr, row_stride, vocab, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, mask_ptr, best_ptr,
+    second_ptr, columns,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """For each of SURVEYED columns of a row: the greatest logit, or NaN, and a second value for ``choose_kernel``.
 
     That is, for rows without filters, the bound on the scores relative to the column's best token, and for rows with
@@ -317,23 +372,10 @@ def survey_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=_SMALL)
 def choose_kernel(
-    logits_ptr,
-    row_stride,
-    vocab,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    keys_ptr,
-    best_ptr,
-    second_ptr,
-    list_ptr,
-    chosen_ptr,
-    columns,
-    COLUMNS: tl.constexpr,
-    DIGIT: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    logits_ptr, row_stride, vocab, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, keys_ptr, best_ptr, second_ptr,
+    list_ptr, chosen_ptr, columns,
+    COLUMNS: tl.constexpr, DIGIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """A row's token from its columns."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
@@ -384,19 +426,9 @@ def _first_of(row_ptr, vocab, top, column):
 
 @triton.jit
 def _survivors(
-    row_place,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    column,
-    columns,
-    distance,
-    bits,
-    mass,
-    DIGIT: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    row_place, temperature, top_k, top_p, min_p, column, columns, distance, bits, mass,
+    DIGIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """(number of columns listed that hold all survivors of the filters, key of the last survivor)."""
     row_ptr, vocab, top, list_ptr = row_place
     temperature32 = temperature.to(tl.float32)
@@ -464,7 +496,7 @@ def _random_bits(token, key_ptr):
 
 @triton.jit
 def _slope(temperature):
-    """What a distance costs in the race, in powers of two; finite, so that a distance of 0 costs nothing."""
+    """The score of a unit of distance, in powers of two; finite, so that a distance of 0 costs nothing."""
     return tl.minimum(_LOG2_E / temperature, 1e38).to(tl.float32)
 
 
@@ -476,8 +508,8 @@ def _bounds(distance, token, temperature, key_ptr):
     never above the true one (and 0.09 below at most); both are put together from a float32's bits.
     """
     uniform = (_random_bits(token, key_ptr).to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
-    # As the low bits of 2^23, the exponent is a number without being converted; its bias is 127, and that of the
-    # fraction, from 1 to 2, is 1; the uniform number is 2^32 times what it should be.
+    # As the low bits of 2^23, the exponent needs no conversion. Its bias is 127, that of the fraction, from 1 to 2, is
+    # 1, and the uniform number has a factor of 2^32.
     exponent = ((uniform >> 23) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 127.0 + 1.0 + 32.0)
     fraction = ((uniform & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
     return exponent + fraction + distance * _slope(temperature)
@@ -511,34 +543,24 @@ def _winner(row_ptr, vocab, top, temperature, key_ptr, last, column, bound):
 # Logprobs of tokens on the device: log-softmax, rank, and the most likely tokens.
 
 #: Largest number of most likely tokens that ``token_logprobs`` returns.
-MOST_NAMED = 128
-
+MAX_LOGPROBS = 128
 
 #: Read and written element by element: their alignment is irrelevant and must not cause another compilation.
-_SMALL_LOGPROBS = ["rows_ptr", "tokens_ptr", "logprobs_ptr", "ranks_ptr", "ids_ptr", "named_ptr"]
+_SMALL_LOGPROBS = ["rows_ptr", "tokens_ptr", "logprobs_ptr", "ranks_ptr", "ids_ptr", "top_logprobs_ptr"]
 
 
 def token_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Log-softmax of one token for each of some rows, its rank, and the k most likely tokens.
+    """Log-softmax of ``tokens[i]`` in row ``rows[i]`` of the logits, its rank, and the row's k most likely tokens.
 
-    Args:
-        logits: [rows, vocab] float32, contiguous in the last dimension.
-        rows: [n] int64, rows of ``logits``.
-        tokens: [n] int64; the result for one outside the vocabulary is undefined.
-        k: at most vocab and ``MOST_NAMED``.
-
-    Returns:
-        One tensor, to be copied to the host at once; ``unpack`` separates its parts.
-
-    Raises:
-        ValueError: k is too large.
+    The logits are float32 [rows, vocab], contiguous in the last dimension; k is at most vocab and ``MAX_LOGPROBS``. The
+    result is one tensor, to be copied to the host at once; ``unpack`` separates its parts.
     """
     n, vocab = len(tokens), logits.shape[1]
-    if k > min(MOST_NAMED, vocab):
-        raise ValueError(f"k must be at most {MOST_NAMED} and the size of the vocabulary, {vocab}, not {k}")
-    found = torch.empty(n * (2 + 2 * k), dtype=torch.int64, device=logits.device)
+    if k > min(MAX_LOGPROBS, vocab):
+        raise ValueError(f"k must be at most {MAX_LOGPROBS} and the size of the vocabulary, {vocab}, not {k}")
+    results = torch.empty(n * (2 + 2 * k), dtype=torch.int64, device=logits.device)
     if not n:
-        return found
+        return results
     columns = triton.cdiv(vocab, COLUMN.value)
     pieces = triton.cdiv(columns, SURVEYED.value)
     best = torch.empty(n, columns, dtype=torch.float32, device=logits.device)
@@ -549,29 +571,15 @@ def token_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, k: int) -> Tens
         logits, logits.stride(0), vocab, rows, tokens, best, mass, greater, columns, pieces, num_warps=4
     )
     logprobs_kernel[(n,)](
-        logits,
-        logits.stride(0),
-        vocab,
-        rows,
-        tokens,
-        best,
-        mass,
-        greater,
-        listed,
-        *unpack(found, n),
-        columns,
-        pieces,
-        k,
-        COLUMNS=triton.next_power_of_2(columns),
-        PIECES=triton.next_power_of_2(pieces),
-        TILE=triton.next_power_of_2(max(k, 1)) * COLUMN.value,
-        DIGIT=digit_bits(columns),
-        num_warps=16,
-    )
-    return found
+        logits, logits.stride(0), vocab, rows, tokens, best, mass, greater, listed, *unpack(results, n), columns,
+        pieces, k,
+        COLUMNS=triton.next_power_of_2(columns), PIECES=triton.next_power_of_2(pieces),
+        TILE=triton.next_power_of_2(max(k, 1)) * COLUMN.value, DIGIT=digit_bits(columns), num_warps=16,
+    )  # fmt: skip
+    return results
 
 
-def unpack(found: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def unpack(results: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The parts of a result of ``token_logprobs`` for n tokens.
 
     Returns:
@@ -579,9 +587,9 @@ def unpack(found: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         [n, k] of the most likely tokens in order of rank. If a row's greatest logit is not finite, or there is a NaN,
         the logprob is NaN and the rest is undefined.
     """
-    logprobs, ranks, top = found.split([n, n, len(found) - 2 * n])
-    ids, named = top.view(2, n, -1) if n else top.view(2, 0, 0)
-    return logprobs.view(torch.float64), ranks, ids, named.view(torch.float64)
+    logprobs, ranks, top = results.split([n, n, len(results) - 2 * n])
+    ids, top_logprobs = top.view(2, n, -1) if n else top.view(2, 0, 0)
+    return logprobs.view(torch.float64), ranks, ids, top_logprobs.view(torch.float64)
 
 
 @triton.jit
@@ -614,27 +622,10 @@ def logprobs_survey_kernel(
 
 @triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=_SMALL_LOGPROBS)
 def logprobs_kernel(
-    logits_ptr,
-    row_stride,
-    vocab,
-    rows_ptr,
-    tokens_ptr,
-    best_ptr,
-    mass_ptr,
-    greater_ptr,
-    list_ptr,
-    logprobs_ptr,
-    ranks_ptr,
-    ids_ptr,
-    named_ptr,
-    columns,
-    pieces,
-    k,
-    COLUMNS: tl.constexpr,
-    PIECES: tl.constexpr,
-    TILE: tl.constexpr,
-    DIGIT: tl.constexpr,
-):
+    logits_ptr, row_stride, vocab, rows_ptr, tokens_ptr, best_ptr, mass_ptr, greater_ptr, list_ptr, logprobs_ptr,
+    ranks_ptr, ids_ptr, top_logprobs_ptr, columns, pieces, k,
+    COLUMNS: tl.constexpr, PIECES: tl.constexpr, TILE: tl.constexpr, DIGIT: tl.constexpr,
+):  # fmt: skip
     """Logprob and rank of one token of a row, and the most likely tokens, from the row's columns."""
     index = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + tl.load(rows_ptr + index) * row_stride
@@ -662,115 +653,5 @@ def logprobs_kernel(
                 first = tl.min(keys, axis=0)
                 away = (first >> 32).to(tl.int32).to(tl.float32, bitcast=True)
                 tl.store(ids_ptr + index * k + i, first & 0xFFFFFFFF)
-                tl.store(named_ptr + index * k + i, -away.to(tl.float64) - log_sum)
+                tl.store(top_logprobs_ptr + index * k + i, -away.to(tl.float64) - log_sum)
                 keys = tl.where(keys == first, LAST_KEY, keys)
-
-
-# Sampling on a GPU, as a backend.
-
-
-class DeviceLogprobs:
-    """Logprobs that the device may still be computing (see ``PendingLogprobs``)."""
-
-    __slots__ = ("_counts", "_found", "_tokens", "_vocab_size")
-
-    def __init__(self, found: Tensor, tokens: Tensor, counts: NDArray[np.int64], vocab_size: int) -> None:
-        self._found, self._tokens = HostCopy(found), HostCopy(tokens)
-        self._counts, self._vocab_size = counts, vocab_size
-
-    def wait(self) -> list[PositionLogprobs]:
-        """One for each token; with a token that is none, one without meaning."""
-        found = unpack(self._found.wait(), len(self._counts))
-        logprobs, ranks, ids, named = (values.numpy() for values in found)
-        tokens = self._tokens.wait().numpy()
-        return as_position_logprobs(tokens, logprobs, ranks, self._counts, ids, named, self._vocab_size)
-
-
-class TritonSampling(SamplingBackend):
-    """Sampling on a device. Owns the filters of greedy rows."""
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._device = device
-        self._pinned = device.type == "cuda"
-        self._plain = torch.zeros(5, dtype=torch.int64, device=device)
-
-    def prepare(self, logits: Tensor) -> Tensor:
-        """See ``SamplingBackend``."""
-        return as_rows(logits)
-
-    def to_device(self, values: NDArray[Any]) -> Tensor:
-        """See ``SamplingBackend``; a copy, so the array may change."""
-        staged = torch.from_numpy(values)
-        return (host_copy(staged) if self._pinned else staged.clone()).to(self._device, non_blocking=True)
-
-    def fetch(self, tokens: Tensor) -> Callable[[], NDArray[np.int64]]:
-        """Beside the device's work."""
-        copy = HostCopy(tokens)
-        return lambda: copy.wait().numpy()
-
-    def select(self, tokens: Tensor, indices: NDArray[np.int64]) -> Tensor:
-        """See ``SamplingBackend``."""
-        return tokens[self.to_device(indices)]
-
-    def copy_rows(self, logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
-        """See ``SamplingBackend``."""
-        return logits[self.to_device(rows)]
-
-    def edit_rows(self, logits: Tensor, rows: list[int]) -> dict[int, NDArray[np.float32]]:
-        """Copies."""
-        copies = self.copy_rows(logits, np.array(rows, np.int64)).cpu().numpy()
-        return dict(zip(rows, copies, strict=True))
-
-    def put_rows(self, logits: Tensor, edited: dict[int, NDArray[np.float32]]) -> None:
-        """So that all rows are sampled by the same kernels."""
-        values = torch.from_numpy(np.stack(list(edited.values())))
-        logits[self.to_device(np.array(list(edited), np.int64))] = values.to(logits.device)
-
-    def choose_most_likely(self, logits: Tensor) -> Tensor:
-        """See ``SamplingBackend``."""
-        rows = len(logits)
-        if 5 * rows > len(self._plain):
-            self._plain = torch.zeros(10 * rows, dtype=torch.int64, device=self._device)
-        return _choose(logits, self._plain[: 5 * rows].view(5, rows), None)
-
-    def choose(
-        self,
-        logits: Tensor,
-        filters: NDArray[np.void],
-        keys: NDArray[np.uint32],
-        mask: NDArray[np.uint32] | None = None,
-    ) -> Tensor:
-        """See ``SamplingBackend``; filters and keys are copied to the device at once, and the mask in another copy."""
-        shape = (5, len(filters))
-        asked = host_empty(shape, torch.int64) if self._pinned else torch.empty(shape, dtype=torch.int64)
-        host = asked.numpy()
-        for line, name in enumerate(("temperature", "top_k", "top_p", "min_p")):
-            host[line] = filters[name].view(np.int64)
-        host[4] = np.ascontiguousarray(keys).view(np.int64)[:, 0]
-        allowed = None if mask is None else self.to_device(np.ascontiguousarray(mask).view(np.int32))
-        return _choose(logits, asked.to(self._device, non_blocking=True), allowed)
-
-    def logprobs(
-        self, logits: Tensor, indices: NDArray[np.int64], tokens: Tensor, counts: NDArray[np.int64]
-    ) -> DeviceLogprobs:
-        """See ``SamplingBackend``."""
-        counts = np.minimum(counts, self._vocab_size)
-        width = int(counts.max(initial=0))
-        found = token_logprobs(logits, self.to_device(indices), tokens, width)
-        return DeviceLogprobs(found, tokens, counts, self._vocab_size)
-
-
-def _choose(logits: Tensor, asked: Tensor, mask: Tensor | None) -> Tensor:
-    """``asked``: a line each of temperature, top_k, top_p, min_p and key, as 64 bits."""
-    temperature, top_k, top_p, min_p, key = asked
-    as_float = torch.float64
-    return choose_tokens(
-        logits,
-        temperature.view(as_float),
-        top_k,
-        top_p.view(as_float),
-        min_p.view(as_float),
-        key.view(torch.int32).view(-1, 2),
-        mask,
-    )

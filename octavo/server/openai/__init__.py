@@ -1,1 +1,1 @@
-"""The routes of OpenAI's API: completions, chat completions and responses. ``protocol.py`` has their bodies."""
+"""OpenAI's routes. Read ``completions`` first, for a chat request; ``protocol`` has the request and response bodies."""

@@ -1,11 +1,15 @@
-"""The route ``/v1/completions``."""
+"""The routes ``/v1/chat/completions`` and ``/v1/completions``, and vLLM's ``/v1/chat/completions/batch``.
+
+A chat request: ``create_chat_completion`` here, ``chat.prepare_chat``, ``Generation.outputs`` in ``generation``, the
+events of ``chat.Chat.outputs``, and ``PendingChatCompletion`` here (in vLLM, ``OpenAIServingChat`` does all of it).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Set
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,7 +18,6 @@ from starlette.responses import Response
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.core.outputs import CompletionOutput, RequestOutput
-from octavo.core.request import TokensPrompt
 from octavo.core.sampling_params import DEFAULT_MAX_TOKENS
 from octavo.server.answer_format import custom_input
 from octavo.server.chat import Chat, ChoiceEvents, prepare_chat
@@ -39,31 +42,10 @@ from octavo.server.http.streaming import (
     run_if_large,
     with_cancellation,
 )
-from octavo.server.openai.protocol import (
-    ChatChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ChatMessage,
-    ChoiceLogprobs,
-    ChunkChoice,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    CustomCall,
-    CustomToolCall,
-    Delta,
-    FunctionCall,
-    FunctionCallDelta,
-    Message,
-    TextPart,
-    ToolCall,
-    ToolCallDelta,
-    Usage,
-)
+from octavo.server.openai import protocol
+from octavo.server.openai.protocol import ChatCompletionRequest, CompletionRequest, Delta, ToolCallDelta
 from octavo.server.prompt_inputs import read_prompts
-from octavo.server.state import ServedModel, ServerState, state_of
+from octavo.server.state import state_of
 from octavo.server.tool_parsers.tool_parser import (
     ChatEvent,
     ContentDelta,
@@ -72,6 +54,193 @@ from octavo.server.tool_parsers.tool_parser import (
     ToolCallStart,
     collect,
 )
+
+# /v1/chat/completions
+
+
+async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
+    """Answers a conversation, as one response or as a stream of events."""
+    service = state_of(request)
+    deadline = service.deadline()
+    chat = await prepare_chat(service, request, body, prefix="chatcmpl")
+    return await PendingChatCompletion(chat).respond(request, body.stream, deadline)
+
+
+class PendingChatCompletion(PendingResponse):
+    """Formats a chat as a ``ChatCompletion``, or as a stream of ``ChatCompletionChunk``."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self._sends_ids = bool(chat.body.return_token_ids)
+        #: Indexes of the choices whose first chunk was sent.
+        self._begun: set[int] = set()
+        self._trackers: dict[int, LogprobsTracker] = {}
+        #: Input of custom tool calls that have not ended, in pieces, by (choice, call).
+        self._custom_calls: dict[tuple[int, int], list[str]] = {}
+
+    async def complete(self) -> bytes:
+        choices = await self.chat.finish()
+        return await run_if_large(_num_logprobs(choices), lambda: encode_in_slices(self._format(choices)))
+
+    async def response(self) -> protocol.ChatCompletion:
+        choices = await self.chat.finish()
+        return await run_if_large(_num_logprobs(choices), self._format, choices)
+
+    def _format(self, choices: list[ChoiceEvents]) -> protocol.ChatCompletion:
+        generation = self.chat.generation
+        response = protocol.ChatCompletion(
+            choices=[], object="chat.completion", usage=generation.usage(), **generation.response_fields()
+        )
+        for choice in choices:
+            formatted = protocol.ChatChoice(
+                finish_reason=choice.finish_reason or "stop",
+                index=choice.completion.index,
+                logprobs=self._logprobs(choice),
+                message=self._message(choice.events),
+                stop_reason=choice.completion.stop_reason,
+            )
+            if self._sends_ids:
+                formatted.token_ids = choice.completion.token_ids
+            response.choices.append(formatted)
+        if choices and choices[0].output.prompt_logprobs is not None:
+            response.prompt_logprobs = make_prompt_logprobs(choices[0].output.prompt_logprobs)
+        if choices and self._sends_ids:
+            response.prompt_token_ids = choices[0].output.prompt_token_ids
+        return response
+
+    def _message(self, events: list[ChatEvent]) -> protocol.Message:
+        """The assistant's message; its content is null if it has tool calls only."""
+        parts, echoed = collect(events), self._echoed()
+        content = parts.content if parts.content is not None or parts.tool_calls else ""
+        if echoed:
+            content = echoed + (content or "")
+        message = protocol.Message(content=content, refusal=None, role="assistant")
+        if parts.reasoning is not None:
+            message.reasoning_content = message.reasoning = parts.reasoning
+        calls: list[protocol.ToolCall | protocol.CustomToolCall] = []
+        for call in parts.tool_calls:
+            if call.name in self.chat.tools.custom:
+                custom = protocol.CustomCall(name=call.name, input=custom_input(call.arguments))
+                calls.append(protocol.CustomToolCall(id=call.id, type="custom", custom=custom))
+            else:
+                function = protocol.FunctionCall(name=call.name, arguments=call.arguments)
+                calls.append(protocol.ToolCall(id=call.id, type="function", function=function))
+        if calls:
+            message.tool_calls = calls
+        return message
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self.chat.outputs()) as outputs:
+            async for choices in outputs:
+                if data := await run_if_large(_num_logprobs(choices), self._encode_increment, choices):
+                    yield data
+        usage = self.chat.generation.usage()
+        if self.chat.generation.include_usage:
+            yield event(self._make_chunk([], usage=usage))
+        yield DONE
+
+    def _encode_increment(self, choices: list[ChoiceEvents]) -> bytes:
+        chunks = [chunk for choice in choices for chunk in self._chunks(choice)]
+        has_prompt_logprobs = any(choice.output.prompt_logprobs is not None for choice in choices)
+        return b"".join(map(large_event if has_prompt_logprobs else event, chunks))
+
+    def _chunks(self, choice: ChoiceEvents) -> list[protocol.ChatCompletionChunk]:
+        """The chunks of an increment: at first one with the role, one per event, at last one with the finish reason."""
+        chunks, index = [], choice.completion.index
+        if index not in self._begun:
+            first = self._chunk(choice, Delta(role="assistant", content=self._echoed()))
+            if not self._begun:  # the prompt is sent once, with the first choice
+                if choice.output.prompt_logprobs is not None:
+                    first.prompt_logprobs = make_prompt_logprobs(choice.output.prompt_logprobs)
+                if self._sends_ids:
+                    first.prompt_token_ids = choice.output.prompt_token_ids
+            chunks.append(first)
+            self._begun.add(index)
+        logprobs = self._logprobs(choice)
+        deltas = [delta for event in choice.events for delta in self._deltas(index, event)]
+        if choice.finish_reason is not None:
+            deltas += self._end_custom_calls(index)
+        ids = choice.completion.token_ids if self._sends_ids else []
+        if not deltas and ((logprobs is not None and logprobs.content) or ids):
+            deltas = [Delta(content="")]
+        for number, delta in enumerate(deltas):
+            chunk = self._chunk(choice, delta)
+            if number == 0:
+                chunk.choices[0].logprobs = logprobs
+                if self._sends_ids:
+                    chunk.choices[0].token_ids = ids
+            chunks.append(chunk)
+        if choice.finish_reason is not None:
+            last = self._chunk(choice, Delta())
+            last.choices[0].finish_reason = choice.finish_reason
+            last.choices[0].stop_reason = choice.completion.stop_reason
+            chunks.append(last)
+        return chunks
+
+    def _deltas(self, choice: int, event: ChatEvent) -> list[Delta]:
+        """The deltas of an event. The input of a custom tool call is one delta, sent when the call ends."""
+        if isinstance(event, ToolCallArguments) and (choice, event.index) in self._custom_calls:
+            self._custom_calls[choice, event.index].append(event.text)
+            return []
+        ended = self._end_custom_calls(choice)
+        if isinstance(event, ContentDelta):
+            return [*ended, Delta(content=event.text)]
+        if isinstance(event, ReasoningDelta):
+            return [*ended, Delta(reasoning_content=event.text, reasoning=event.text)]
+        if not isinstance(event, ToolCallStart):
+            arguments = protocol.FunctionCallDelta(arguments=event.text)
+            return [*ended, Delta(tool_calls=[ToolCallDelta(index=event.index, function=arguments)])]
+        if event.name in self.chat.tools.custom:
+            self._custom_calls[choice, event.index] = []
+            custom = protocol.CustomCall(name=event.name, input="")
+            call = ToolCallDelta(index=event.index, id=event.id, type="custom", custom=custom)
+        else:
+            function = protocol.FunctionCallDelta(name=event.name, arguments="")
+            call = ToolCallDelta(index=event.index, id=event.id, type="function", function=function)
+        return [*ended, Delta(tool_calls=[call])]
+
+    def _end_custom_calls(self, choice: int) -> list[Delta]:
+        deltas = []
+        for key in [key for key in self._custom_calls if key[0] == choice]:
+            custom = protocol.CustomCall(input=custom_input("".join(self._custom_calls.pop(key))))
+            deltas.append(Delta(tool_calls=[ToolCallDelta(index=key[1], custom=custom)]))
+        return deltas
+
+    def _echoed(self) -> str:
+        """With ``echo``, the text of the last message if it is the assistant's."""
+        last = self.chat.body.messages[-1]
+        if not self.chat.body.echo or last.role != "assistant":
+            return ""
+        if isinstance(last.content, str):
+            return last.content
+        return "".join(part.text for part in last.content or [] if isinstance(part, protocol.TextPart))
+
+    def _logprobs(self, choice: ChoiceEvents) -> protocol.ChoiceLogprobs | None:
+        generation, index = self.chat.generation, choice.completion.index
+        if self.chat.top_logprobs is None:
+            return None
+        if index not in self._trackers:
+            self._trackers[index] = generation.track(LogprobsTracker, choice.output)
+        tokens = self._trackers[index].advance(choice.completion)
+        return make_chat_logprobs(generation.token_names, tokens, self.chat.top_logprobs)
+
+    def _chunk(self, choice: ChoiceEvents, delta: Delta) -> protocol.ChatCompletionChunk:
+        index = choice.completion.index
+        chunk = protocol.ChunkChoice(delta=delta, finish_reason=None, index=index, logprobs=None)
+        return self._make_chunk([chunk], **self.chat.generation.chunk_usage())
+
+    def _make_chunk(
+        self, choices: list[protocol.ChunkChoice], **usage: protocol.Usage | None
+    ) -> protocol.ChatCompletionChunk:
+        fields = self.chat.generation.response_fields()
+        return protocol.ChatCompletionChunk(choices=choices, object="chat.completion.chunk", **fields, **usage)
+
+
+def _num_logprobs(choices: list[ChoiceEvents]) -> int:
+    return num_logprobs([choices[0].output]) if choices else 0
+
+
+# /v1/completions
 
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
@@ -82,20 +251,12 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     if body.logprob_token_ids is not None and body.logprobs is None:
         body.logprobs = 0
     prompts = await read_prompts(service, body)
-    pending = _PendingTexts(body, _generation(service, request, body, model, prompts))
-    return await pending.respond(request, body.stream, deadline)
-
-
-def _generation(
-    service: ServerState, request: Request, body: CompletionRequest, model: ServedModel, prompts: list[TokensPrompt]
-) -> Generation:
-    max_tokens = body.max_tokens
+    max_tokens, prompt_logprobs = body.max_tokens, body.prompt_logprobs
     if max_tokens is None and not body.has_no_token_limit:
         max_tokens = service.default_max_tokens(DEFAULT_MAX_TOKENS)
-    prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
-    return make_generation(
+    generation = make_generation(
         service,
         request,
         body,
@@ -107,26 +268,30 @@ def _generation(
         prompt_logprobs=prompt_logprobs,
         reasoning=service.formats.named_marks(),
     )
+    return await PendingCompletion(body, generation).respond(request, body.stream, deadline)
 
 
 @dataclass(slots=True)
-class _PendingTexts(PendingResponse):
+class PendingCompletion(PendingResponse):
+    """Formats a generation as a ``Completion``, or as a stream of such chunks."""
+
     body: CompletionRequest
     generation: Generation
+    #: By index of the choices that have begun; None: no logprobs are requested.
+    _trackers: dict[int, LogprobsTracker | None] = field(default_factory=dict)
 
     async def complete(self) -> bytes:
         outputs = await self.generation.finish()
-        return await run_if_large(num_logprobs(outputs), self._whole, outputs)
+        return await run_if_large(num_logprobs(outputs), self._encode, outputs)
 
-    def _whole(self, outputs: list[RequestOutput]) -> bytes:
-        choices = []  # the choices of the first prompt, then those of the next
+    def _encode(self, outputs: list[RequestOutput]) -> bytes:
+        choices = []  # all choices of the first prompt, then those of the next
         for number, output in enumerate(outputs):
             for completion in self.generation.choices(output):
                 choice = self._choice(number, completion, completion.finish_reason)
                 choice.text = completion.text
-                tracker = self._tracker(number, output) if completion.token_ids else None
-                logprobs = self._logprobs(completion, tracker)
-                self._add_prompt(choice, logprobs, number, output)
+                tracker = self._make_tracker(number, output) if completion.token_ids else None
+                self._add_prompt(choice, self._logprobs(completion, tracker), number, output)
                 choice.stop_reason = completion.stop_reason
                 if self.body.return_token_ids:
                     choice.token_ids, choice.prompt_token_ids = completion.token_ids, output.prompt_token_ids
@@ -134,80 +299,82 @@ class _PendingTexts(PendingResponse):
         return encode_in_slices(self._completion(choices, usage=self.generation.usage()))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        trackers: dict[int, LogprobsTracker | None] = {}
         async with aclosing(self.generation.outputs()) as outputs:
             async for number, output in outputs:
-                if data := await run_if_large(num_logprobs([output]), self._increment, number, output, trackers):
+                if data := await run_if_large(num_logprobs([output]), self._encode_increment, number, output):
                     yield data
         usage = self.generation.usage()
         if self.generation.include_usage:
             yield event(self._completion([], usage=usage))
         yield DONE
 
-    def _increment(self, number: int, output: RequestOutput, trackers: dict[int, LogprobsTracker | None]) -> bytes:
-        """The events of an output; ``trackers``: of the choices that have begun."""
-        events = []
+    def _encode_increment(self, number: int, output: RequestOutput) -> bytes:
+        choices = []
         for completion in self.generation.choices(output):
-            index = number * self.generation.n + completion.index
-            if fresh := index not in trackers:
-                trackers[index] = self._tracker(number, output)
-            events += self._events(number, output, completion, trackers[index], fresh)
-        return b"".join(map(event if output.prompt_logprobs is None else large_event, events))
+            choices += self._increments(number, output, completion)
+        chunks = [self._completion([choice], **self.generation.chunk_usage()) for choice in choices]
+        return b"".join(map(event if output.prompt_logprobs is None else large_event, chunks))
 
-    def _events(
-        self,
-        number: int,
-        output: RequestOutput,
-        completion: CompletionOutput,
-        tracker: LogprobsTracker | None,
-        fresh: bool,
-    ) -> list[Completion]:
-        """Chunks of one choice: the prompt if this is the first, new text, the finish reason in a chunk of its own."""
-        logprobs = self._logprobs(completion, tracker)
-        chunks = []
-        ids = bool(self.body.return_token_ids)
-        if fresh and (self.body.echo or output.prompt_logprobs is not None or ids):
+    def _increments(
+        self, number: int, output: RequestOutput, completion: CompletionOutput
+    ) -> list[protocol.CompletionChoice]:
+        """One choice in up to three chunks: at first the prompt, then new text, at last the finish reason."""
+        increments = []
+        sends_ids = bool(self.body.return_token_ids)
+        index = number * self.generation.n + completion.index
+        is_first = index not in self._trackers
+        if is_first:
+            self._trackers[index] = self._make_tracker(number, output)
+        logprobs = self._logprobs(completion, self._trackers[index])
+        if is_first and (self.body.echo or output.prompt_logprobs is not None or sends_ids):
             choice = self._choice(number, completion, None)
             self._add_prompt(choice, None, number, output)
-            if ids:
+            if sends_ids:
                 choice.prompt_token_ids, choice.token_ids = output.prompt_token_ids, []
-            chunks.append(self._chunk(choice))
-        if completion.text or (logprobs is not None and logprobs.tokens) or (ids and completion.token_ids):
+            increments.append(choice)
+        if completion.text or (logprobs is not None and logprobs.tokens) or (sends_ids and completion.token_ids):
             choice = self._choice(number, completion, None)
             choice.text = completion.text
-            if ids:
+            if sends_ids:
                 choice.token_ids = completion.token_ids
             choice.logprobs = logprobs
-            chunks.append(self._chunk(choice))
+            increments.append(choice)
         if completion.finished:
             choice = self._choice(number, completion, completion.finish_reason)
             choice.stop_reason = completion.stop_reason
-            chunks.append(self._chunk(choice))
-        return chunks
+            increments.append(choice)
+        return increments
 
-    def _tracker(self, number: int, output: RequestOutput) -> LogprobsTracker | None:
-        """Tracks the logprobs of one choice; None if they are not requested."""
+    def _choice(
+        self, number: int, completion: CompletionOutput, finish_reason: str | None
+    ) -> protocol.CompletionChoice:
+        reason: Literal["stop", "length"] | None = None
+        if finish_reason is not None:
+            reason = "length" if finish_reason == "length" else "stop"
+        index = number * self.generation.n + completion.index
+        return protocol.CompletionChoice(finish_reason=reason, index=index, logprobs=None, text="")
+
+    def _make_tracker(self, number: int, output: RequestOutput) -> LogprobsTracker | None:
         if self.body.logprobs is None:
             return None
         start = len(self._prompt_text(number)) if self.body.echo else 0
         return self.generation.track(LogprobsTracker, output, start=start)
 
-    def _choice(self, number: int, completion: CompletionOutput, finish_reason: str | None) -> CompletionChoice:
-        reason: Literal["stop", "length"] | None = None
-        if finish_reason is not None:
-            reason = "length" if finish_reason == "length" else "stop"
-        index = number * self.generation.n + completion.index
-        return CompletionChoice(finish_reason=reason, index=index, logprobs=None, text="")
-
-    def _logprobs(self, completion: CompletionOutput, tracker: LogprobsTracker | None) -> CompletionLogprobs | None:
+    def _logprobs(
+        self, completion: CompletionOutput, tracker: LogprobsTracker | None
+    ) -> protocol.CompletionLogprobs | None:
         if tracker is None:
             return None
         return make_completion_logprobs(self.generation.token_names, tracker.advance(completion))
 
     def _add_prompt(
-        self, choice: CompletionChoice, logprobs: CompletionLogprobs | None, number: int, output: RequestOutput
+        self,
+        choice: protocol.CompletionChoice,
+        logprobs: protocol.CompletionLogprobs | None,
+        number: int,
+        output: RequestOutput,
     ) -> None:
-        """Puts the prompt (echo) and its logprobs before the text and logprobs of the choice."""
+        """Sets the logprobs of a choice; with ``echo``, puts the prompt and its logprobs before text and logprobs."""
         if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice.prompt_logprobs = make_prompt_logprobs(output.prompt_logprobs)
         choice.logprobs = logprobs
@@ -232,218 +399,20 @@ class _PendingTexts(PendingResponse):
             return text
         return self.generation.service.llm.tokenizer.decode(prompt["prompt_token_ids"], skip_special_tokens=False)
 
-    def _chunk(self, choice: CompletionChoice) -> Completion:
-        return self._completion([choice], **self.generation.chunk_usage())
-
-    def _completion(self, choices: list[CompletionChoice], **more: Usage | None) -> Completion:
-        return Completion(choices=choices, object="text_completion", **self.generation.response_fields(), **more)
-
-
-# The route ``/v1/chat/completions``.
+    def _completion(
+        self, choices: list[protocol.CompletionChoice], **usage: protocol.Usage | None
+    ) -> protocol.Completion:
+        fields = self.generation.response_fields()
+        return protocol.Completion(choices=choices, object="text_completion", **fields, **usage)
 
 
-async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
-    """Answers a conversation, as one response or as a stream of events."""
-    service = state_of(request)
-    deadline = service.deadline()
-    pending = PendingCompletion(await prepare_chat(service, request, body, prefix="chatcmpl"))
-    return await pending.respond(request, body.stream, deadline)
-
-
-class PendingCompletion(PendingResponse):
-    """A chat and the response of ``/v1/chat/completions`` to it."""
-
-    def __init__(self, chat: Chat) -> None:
-        self.chat = chat
-        self._sends_ids = bool(chat.body.return_token_ids)
-        #: Pieces of the arguments of calls of custom tools that have not ended, by choice and number of the call.
-        self._custom_calls: dict[tuple[int, int], list[str]] = {}
-        #: Of each choice that has begun; None: no logprobs are requested.
-        self._trackers: dict[int, LogprobsTracker | None] = {}
-
-    async def complete(self) -> bytes:
-        """See ``PendingResponse``."""
-        choices = await self.chat.finish()
-        return await run_if_large(_num_logprobs(choices), lambda: encode_in_slices(self._whole(choices)))
-
-    async def whole(self) -> ChatCompletion:
-        """The complete response."""
-        choices = await self.chat.finish()
-        return await run_if_large(_num_logprobs(choices), self._whole, choices)
-
-    def _whole(self, choices: list[ChoiceEvents]) -> ChatCompletion:
-        found = []
-        for choice in choices:
-            self._trackers[choice.index] = self._tracker(choice.output)
-            whole = ChatChoice(
-                finish_reason=choice.finish_reason or "stop",
-                index=choice.index,
-                logprobs=self._logprobs(choice),
-                message=_message(choice.events, _echoed(self.chat.body), self.chat.custom_tools),
-                stop_reason=choice.stop_reason,
-            )
-            if self._sends_ids:
-                whole.token_ids = choice.completion.token_ids
-            found.append(whole)
-        generation = self.chat.generation
-        response = ChatCompletion(
-            choices=found, object="chat.completion", usage=generation.usage(), **generation.response_fields()
-        )
-        if choices and choices[0].output.prompt_logprobs is not None:
-            response.prompt_logprobs = make_prompt_logprobs(choices[0].output.prompt_logprobs)
-        if choices and self._sends_ids:
-            response.prompt_token_ids = choices[0].output.prompt_token_ids
-        return response
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """See ``PendingResponse``."""
-        async with aclosing(self.chat.outputs()) as outputs:
-            async for choices in outputs:
-                if data := await run_if_large(_num_logprobs(choices), self._increment, choices):
-                    yield data
-        usage = self.chat.generation.usage()
-        if self.chat.generation.include_usage:
-            yield event(self._make([], usage=usage))
-        yield DONE
-
-    def _increment(self, choices: list[ChoiceEvents]) -> bytes:
-        chunks = []
-        for choice in choices:
-            if choice.index not in self._trackers:
-                chunks.append(self._first(choice))
-            chunks += self._chunks(choice)
-        is_first = any(choice.output.prompt_logprobs is not None for choice in choices)
-        return b"".join(map(large_event if is_first else event, chunks))
-
-    def _first(self, choice: ChoiceEvents) -> ChatCompletionChunk:
-        """The chunk that begins a choice."""
-        first = self._chunk(choice, Delta(role="assistant", content=_echoed(self.chat.body)))
-        if choice.output.prompt_logprobs is not None and not self._trackers:
-            first.prompt_logprobs = make_prompt_logprobs(choice.output.prompt_logprobs)
-        if self._sends_ids and not self._trackers:
-            first.prompt_token_ids = choice.output.prompt_token_ids
-        self._trackers[choice.index] = self._tracker(choice.output)
-        return first
-
-    def _chunks(self, choice: ChoiceEvents) -> list[ChatCompletionChunk]:
-        """Chunks of one choice: a chunk for each event, and the finish reason in a chunk of its own."""
-        logprobs = self._logprobs(choice)
-        deltas = [delta for event in choice.events for delta in self._deltas(choice.index, event)]
-        if choice.finish_reason is not None:
-            deltas += self._custom_inputs(choice.index)
-        ids = choice.completion.token_ids if self._sends_ids else []
-        if not deltas and ((logprobs is not None and logprobs.content) or ids):
-            deltas = [Delta(content="")]
-        chunks = [self._chunk(choice, delta) for delta in deltas]
-        if chunks:
-            chunks[0].choices[0].logprobs = logprobs
-        if chunks and self._sends_ids:
-            chunks[0].choices[0].token_ids = ids
-        if choice.finish_reason is not None:
-            last = self._chunk(choice, Delta())
-            last.choices[0].finish_reason = choice.finish_reason
-            last.choices[0].stop_reason = choice.stop_reason
-            chunks.append(last)
-        return chunks
-
-    def _deltas(self, choice: int, event: ChatEvent) -> list[Delta]:
-        """The increments that an event makes: the text of a call of a custom tool comes whole, when the call ends."""
-        if isinstance(event, ToolCallArguments) and (choice, event.index) in self._custom_calls:
-            self._custom_calls[choice, event.index].append(event.text)
-            return []
-        ended = self._custom_inputs(choice)
-        if isinstance(event, ToolCallStart) and event.name in self.chat.custom_tools:
-            self._custom_calls[choice, event.index] = []
-            custom = CustomCall(name=event.name, input="")
-            call = ToolCallDelta(index=event.index, id=event.id, type="custom", custom=custom)
-            return [*ended, Delta(tool_calls=[call])]
-        return [*ended, _delta(event)]
-
-    def _custom_inputs(self, choice: int) -> list[Delta]:
-        """The texts of the choice's calls that end here."""
-        deltas = []
-        for key in [key for key in self._custom_calls if key[0] == choice]:
-            custom = CustomCall(input=custom_input("".join(self._custom_calls.pop(key))))
-            deltas.append(Delta(tool_calls=[ToolCallDelta(index=key[1], custom=custom)]))
-        return deltas
-
-    def _tracker(self, output: RequestOutput) -> LogprobsTracker | None:
-        """Tracks the logprobs of one choice; None if they are not requested."""
-        if self.chat.top_logprobs is None:
-            return None
-        return self.chat.generation.track(LogprobsTracker, output)
-
-    def _logprobs(self, choice: ChoiceEvents) -> ChoiceLogprobs | None:
-        tracker, top = self._trackers[choice.index], self.chat.top_logprobs
-        if tracker is None or top is None:
-            return None
-        tokens = tracker.advance(choice.completion)
-        return make_chat_logprobs(self.chat.generation.token_names, tokens, top)
-
-    def _chunk(self, choice: ChoiceEvents, delta: Delta) -> ChatCompletionChunk:
-        part = ChunkChoice(delta=delta, finish_reason=None, index=choice.index, logprobs=None)
-        return self._make([part], **self.chat.generation.chunk_usage())
-
-    def _make(self, choices: list[ChunkChoice], **more: Any) -> ChatCompletionChunk:
-        fields = self.chat.generation.response_fields()
-        return ChatCompletionChunk(choices=choices, object="chat.completion.chunk", **fields, **more)
-
-
-def _num_logprobs(choices: list[ChoiceEvents]) -> int:
-    return num_logprobs([choices[0].output]) if choices else 0
-
-
-def _echoed(body: ChatCompletionRequest) -> str:
-    """What ``echo`` puts before the answer: the text of the last message, if it is the assistant's."""
-    last = body.messages[-1]
-    if not body.echo or last.role != "assistant":
-        return ""
-    return (
-        last.content
-        if isinstance(last.content, str)
-        else "".join(part.text for part in last.content or [] if isinstance(part, TextPart))
-    )
-
-
-def _message(events: list[ChatEvent], echoed: str, custom: Set[str]) -> Message:
-    """The assistant's message after ``echoed``; its content is null where it calls tools without a word."""
-    parts = collect(events)
-    content = parts.content if parts.content is not None or parts.tool_calls else ""
-    if echoed:
-        content = echoed + (content or "")
-    message = Message(content=content, refusal=None, role="assistant")
-    if parts.reasoning is not None:
-        message.reasoning_content = message.reasoning = parts.reasoning
-    if parts.tool_calls:
-        message.tool_calls = [
-            CustomToolCall(
-                id=call.id, type="custom", custom=CustomCall(name=call.name, input=custom_input(call.arguments))
-            )
-            if call.name in custom
-            else ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
-            for call in parts.tool_calls
-        ]
-    return message
-
-
-def _delta(event: ChatEvent) -> Delta:
-    if isinstance(event, ContentDelta):
-        return Delta(content=event.text)
-    if isinstance(event, ReasoningDelta):
-        return Delta(reasoning_content=event.text, reasoning=event.text)
-    if isinstance(event, ToolCallStart):
-        function = FunctionCallDelta(name=event.name, arguments="")
-        return Delta(tool_calls=[ToolCallDelta(index=event.index, id=event.id, type="function", function=function)])
-    return Delta(tool_calls=[ToolCallDelta(index=event.index, function=FunctionCallDelta(arguments=event.text))])
-
-
-# The route ``/v1/chat/completions/batch`` of vLLM: several conversations, a choice of the response for each.
+# /v1/chat/completions/batch: several conversations, with one choice of the response for each.
 
 
 class BatchedChatsRequest(ChatCompletionRequest):
     """Body of ``/v1/chat/completions/batch``: that of ``/v1/chat/completions``, with several conversations."""
 
-    messages: list[Annotated[list[ChatMessage], Field(fail_fast=True)]] = Field(  # type: ignore[assignment]
+    messages: list[Annotated[list[protocol.ChatMessage], Field(fail_fast=True)]] = Field(  # type: ignore[assignment]
         description="The conversations."
     )
     stream: Any = refused("conversations are answered together; one alone is streamed by /v1/chat/completions", False)
@@ -458,53 +427,52 @@ async def create_batched_chats(request: Request, body: BatchedChatsRequest) -> R
     deadline = service.deadline()
     if not body.messages:
         raise invalid("messages", "messages must not be an empty list")
-    most = service.options.max_sequences_per_request
-    if len(body.messages) > most:
-        raise invalid(
-            "messages", f"messages holds {len(body.messages)} conversations; at most {most} are served at once"
-        )
+    limit = service.options.max_sequences_per_request
+    if len(body.messages) > limit:
+        message = f"messages holds {len(body.messages)} conversations; at most {limit} are served at once"
+        raise invalid("messages", message)
     if body.stream_options is not None:
         raise unsupported("stream_options", "stream_options is allowed only with stream=true")
     fields = {name: getattr(body, name) for name in body.model_fields_set}
     chats = []
     for number, messages in enumerate(body.messages):
         one = ChatCompletionRequest.model_construct(body.model_fields_set, **{**fields, "messages": messages})
-        try:
-            chats.append(PendingCompletion(await prepare_chat(service, request, one, prefix="chatcmpl")))
-        except (ApiError, InvalidRequestError, TokenizerError) as e:
-            raise _of_conversation(as_api_error(e), number) from None
+        with _errors_of_conversation(number):
+            chats.append(PendingChatCompletion(await prepare_chat(service, request, one, prefix="chatcmpl")))
     answer = await with_cancellation(request.receive, _answer_all(chats), deadline)
     return Response(answer, media_type="application/json")
 
 
-async def _answer_all(chats: list[PendingCompletion]) -> bytes:
-    """One response of the answers to all chats, as JSON."""
+async def _answer_all(chats: list[PendingChatCompletion]) -> bytes:
+    async def answer(number: int, chat: PendingChatCompletion) -> protocol.ChatCompletion:
+        with _errors_of_conversation(number):
+            return await chat.response()
+
     try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(_answer(chat, number)) for number, chat in enumerate(chats)]
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-    whole, *others = [task.result() for task in running]
-    usage = whole.usage
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer(number, chat)) for number, chat in enumerate(chats)]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    response, *others = [task.result() for task in tasks]
+    usage = response.usage
     for number, other in enumerate(others, 1):
         [choice] = other.choices
         choice.index = number
-        whole.choices.append(choice)
+        response.choices.append(choice)
         usage.prompt_tokens += other.usage.prompt_tokens
         usage.completion_tokens += other.usage.completion_tokens
         usage.total_tokens += other.usage.total_tokens
         usage.prompt_tokens_details.cached_tokens += other.usage.prompt_tokens_details.cached_tokens
-    return whole.encode()
+    return response.encode()
 
 
-async def _answer(chat: PendingCompletion, number: int) -> ChatCompletion:
+@contextmanager
+def _errors_of_conversation(number: int) -> Iterator[None]:
     try:
-        return await chat.whole()
-    except (ApiError, InvalidRequestError) as e:
-        raise _of_conversation(as_api_error(e), number) from None
-
-
-def _of_conversation(error: ApiError, number: int) -> ApiError:
-    """The error, with the conversation that it is about."""
-    message = f"conversation {number}: {error.message}"
-    return ApiError(error.status, message, kind=error.kind, param=error.param, code=error.code, headers=error.headers)
+        yield
+    except (ApiError, InvalidRequestError, TokenizerError) as e:
+        error = as_api_error(e)
+        message = f"conversation {number}: {error.message}"
+        raise ApiError(
+            error.status, message, kind=error.kind, param=error.param, code=error.code, headers=error.headers
+        ) from None

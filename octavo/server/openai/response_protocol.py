@@ -1,12 +1,16 @@
-"""Bodies of ``/v1/responses``, in the format of OpenAI's Responses API."""
+"""Request and response bodies of OpenAI's Responses API (``/v1/responses``)."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from octavo.server.fields import (
+    CACHED,
+    PROCESSED,
     SEEN,
     EngineFields,
     Int,
@@ -17,49 +21,41 @@ from octavo.server.fields import (
     TextKind,
     hint,
     refused,
+    type_of,
 )
-from octavo.server.openai.protocol import SamplingFields, TokenLogprob
+from octavo.server.openai.protocol import OtherTool, SamplingFields, TokenLogprob
 
-# Parts of bodies of ``/v1/responses``: items of the input, tools, and options.
+# Input items, tools, and options of requests.
 
 _LABEL = "a label of the API's"
-_PROCESSED = "the model's own files say how images are processed"
 _BY_THE_MODEL = "tools are called by the model"
 
 
 class InputPart(RequestModel):
-    """A part of a content."""
-
     type: TextKind
     text: str
     annotations: Any = hint("sources of what an earlier answer says")
     logprobs: Any = hint("of what an earlier answer says")
-    prompt_cache_breakpoint: Any = hint("prefixes are cached without marks")
+    prompt_cache_breakpoint: Any = hint(CACHED)
 
 
 class ImageInputPart(RequestModel):
-    """An image, for models that see them."""
-
     type: Annotated[Literal["input_image"], SEEN]
     image_url: str | None = None
-    detail: Any = hint("the model's own files say how images are processed")
+    detail: Any = hint(PROCESSED)
     file_id: Any = refused("no files are kept here: image_url may hold the file itself, as data:image/png;base64,...")
-    prompt_cache_breakpoint: Any = hint("prefixes are cached without marks")
-
-
-def _part_tag(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return "image_part" if kind == "input_image" else "text_part"  # which are names of no fields
+    prompt_cache_breakpoint: Any = hint(CACHED)
 
 
 Part = Annotated[
-    Annotated[InputPart, Tag("text_part")] | Annotated[ImageInputPart, Tag("image_part")], Discriminator(_part_tag)
+    Annotated[InputPart, Tag("text_part")] | Annotated[ImageInputPart, Tag("image_part")],
+    Discriminator(lambda part: "image_part" if type_of(part) == "input_image" else "text_part"),
 ]
 Content = str | list[Part]
 
 
 class Item(RequestModel):
-    """What items have in common: labels that the API sends and gets back."""
+    """Labels that the API sends and gets back."""
 
     id: Any = hint(_LABEL)
     status: Any = hint(_LABEL)
@@ -67,16 +63,12 @@ class Item(RequestModel):
 
 
 class MessageItem(Item):
-    """A message."""
-
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
 
 class CallItem(Item):
-    """What calls of all kinds of tools have."""
-
     call_id: str
     name: str
     namespace: str | None = None
@@ -84,22 +76,16 @@ class CallItem(Item):
 
 
 class FunctionCallParam(CallItem):
-    """A call of a function."""
-
     type: Literal["function_call"]
     arguments: str
 
 
 class CustomCallParam(CallItem):
-    """A call of a tool that takes a text."""
-
     type: Literal["custom_tool_call"]
     input: str
 
 
 class CallOutputParam(Item):
-    """What a call gave."""
-
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Content
@@ -108,27 +94,19 @@ class CallOutputParam(Item):
 
 
 class ThoughtPart(RequestModel):
-    """A part of what the model thought."""
-
     type: str | None = None
     text: str
 
 
 class ReasoningParam(Item):
-    """What the model thought."""
-
     type: Literal["reasoning"]
     content: list[ThoughtPart] | None = None
     summary: list[ThoughtPart] | None = None
     encrypted_content: Any = hint("reasoning is read in plain text")
 
 
-class OtherItem(RequestModel):
-    """An item of a kind that the model cannot read."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
+class OtherItem(OtherTool):
+    """An item of a type that is not supported."""
 
 
 InputItem = Annotated[
@@ -138,20 +116,19 @@ InputItem = Annotated[
     | Annotated[CallOutputParam, Tag("call_output")]
     | Annotated[ReasoningParam, Tag("reasoning")]
     | Annotated[OtherItem, Tag("other")],
-    Discriminator(lambda item: _TAGS.get(_type_of(item, "message"), "other")),
+    Discriminator(lambda item: _tag(item, "message", _ITEM_TAGS)),
 ]
-_TAGS = {kind: kind for kind in ("message", "function_call", "custom_tool_call", "reasoning")}
-_TAGS |= dict.fromkeys(("function_call_output", "custom_tool_call_output"), "call_output")
+_ITEM_TAGS = {kind: kind for kind in ("message", "function_call", "custom_tool_call", "reasoning")}
+_ITEM_TAGS |= dict.fromkeys(("function_call_output", "custom_tool_call_output"), "call_output")
+_TOOL_TAGS = {kind: kind for kind in ("function", "custom", "namespace")}
 
 
-def _type_of(value: Any, default: str) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return default if kind is None else kind if isinstance(kind, str) else "other"
+def _tag(value: Any, default: str, tags: Mapping[str, str]) -> str:
+    kind = type_of(value)
+    return default if kind is None else tags.get(kind, "other") if isinstance(kind, str) else "other"
 
 
 class ToolFields(RequestModel):
-    """What tools of the client have in common."""
-
     name: str
     description: str | None = None
     defer_loading: Any = hint("all tools are loaded")
@@ -159,8 +136,6 @@ class ToolFields(RequestModel):
 
 
 class FunctionTool(ToolFields):
-    """A function."""
-
     type: Literal["function"]
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -168,30 +143,19 @@ class FunctionTool(ToolFields):
 
 
 class CustomTool(ToolFields):
-    """A tool that takes a text."""
-
     type: Literal["custom"]
     format: dict[str, Any] | None = None
 
 
-class OtherTool(RequestModel):
-    """A tool that OpenAI's service runs, or that its models know."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-
-
 def _tool_tag(tool: Any) -> str:
-    kind = _type_of(tool, "function")
-    return kind if kind in ("function", "custom", "namespace") else "other"
+    return _tag(tool, "function", _TOOL_TAGS)
 
 
 ClientTool = Annotated[FunctionTool, Tag("function")] | Annotated[CustomTool, Tag("custom")]
 
 
 class Namespace(RequestModel):
-    """Several tools of the client under one name."""
+    """Client tools under a common name."""
 
     type: Literal["namespace"]
     name: str
@@ -205,8 +169,6 @@ ToolParam = Annotated[
 
 
 class NamedTool(RequestModel):
-    """A tool by its name."""
-
     model_config = ConfigDict(extra="allow")
 
     type: str
@@ -214,7 +176,7 @@ class NamedTool(RequestModel):
 
 
 class ToolChoiceParam(NamedTool):
-    """A tool that must be called, or those that may or must be."""
+    """Names the tool that must be called, or lists the allowed ones."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -223,8 +185,6 @@ class ToolChoiceParam(NamedTool):
 
 
 class TextFormat(RequestModel):
-    """The form of the text."""
-
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -233,15 +193,11 @@ class TextFormat(RequestModel):
 
 
 class TextConfig(RequestModel):
-    """The form of the text."""
-
     format: TextFormat | None = None
     verbosity: Any = hint("the model's template has no place for it; the messages can ask for it")
 
 
 class ReasoningConfig(RequestModel):
-    """How much the model shall think."""
-
     effort: Name | None = None
     summary: Any = hint("reasoning comes whole, without a summary")
     generate_summary: Any = hint("reasoning comes whole, without a summary")
@@ -250,8 +206,6 @@ class ReasoningConfig(RequestModel):
 
 
 class ObfuscationOptions(RequestModel):
-    """Options of a streamed response."""
-
     include_obfuscation: Any = hint("the pieces of an answer are sent as they come")
 
 
@@ -262,41 +216,31 @@ Input = str | Annotated[list[InputItem], Field(fail_fast=True)]
 
 
 class InputTokensRequest(SamplingFields, EngineFields):
-    """Body of ``/v1/responses/input_tokens``: that of a response, whose input may be missing."""
+    """Body of ``/v1/responses/input_tokens``: as ``ResponsesRequest``, but ``input`` is optional."""
 
     token_limits = ("max_output_tokens",)
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
-    input: Input | None = Field(
-        None, description="A text, or items: messages, function calls with their outputs, and reasoning."
-    )
+    input: Input | None = Field(None, description="A text; or messages, tool calls and their outputs, reasoning.")
     instructions: str | None = Field(None, description="A system message before everything else.")
-    previous_response_id: Name | None = Field(
-        None, description="The response that this continues; 404 if the server has forgotten it."
-    )
-    store: bool | None = Field(None, description="Keep the response for later requests (default true).")
-    background: bool | None = Field(
-        None, description="Answer at once, and make the response while the client is away; it has to be stored."
-    )
-    max_output_tokens: Int | None = Field(None, description="Most tokens to generate, those of reasoning included.")
-    top_logprobs: Int | None = Field(
-        None, description='With include "message.output_text.logprobs": so many likeliest tokens at each position.'
-    )
+    previous_response_id: Name | None = Field(None, description="The response to continue; 404 if it is not stored.")
+    store: bool | None = Field(None, description="Store the response (default true).")
+    background: bool | None = Field(None, description="Return at once and generate in the background; needs store.")
+    max_output_tokens: Int | None = Field(None, description="Maximum tokens to generate, with reasoning.")
+    top_logprobs: Int | None = Field(None, description="Most likely tokens per position, with the logprobs of include.")
     include: list[str] | None = Field(None, description='Further output: "message.output_text.logprobs".')
     text: TextConfig | None = Field(None, description="The format of the text: text, json_object or json_schema.")
     tools: list[ToolParam] | None = Field(None, description="Functions that the model may call.")
     tool_choice: str | ToolChoiceParam | None = Field(None, description="none, auto, required, or one function.")
-    parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call (default true).")
     reasoning: ReasoningConfig | None = Field(None, description="The effort of reasoning.")
-    truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: leave out the oldest messages of a conversation that the context has no room for."
-    )
+    truncation: Literal["auto", "disabled"] | None = Field(None, description="auto: drop the oldest messages.")
     metadata: Metadata | None = Field(None, description="Comes back with the response.")
     stream: bool | None = Field(None, description="Send the response as server-sent events while it grows.")
     stream_options: ObfuscationOptions | None = Field(None, description="Options of the stream.")
-    user: Name | None = Field(None, description="Whose request it is, for scheduling policies that look at it.")
+    user: Name | None = Field(None, description="The user's name, for scheduling policies that share by user.")
     # Beyond OpenAI, as in chats:
-    stop: Phrase | list[Phrase] | None = Field(None, description="Texts that end the answer; they are not part of it.")
+    stop: Phrase | list[Phrase] | None = Field(None, description="Texts that end the answer, without being part of it.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
     max_tool_calls: Any = hint("it bounds calls of built-in tools, of which there are none")
     client_metadata: Any = hint("a label of the client's")
@@ -307,20 +251,16 @@ class InputTokensRequest(SamplingFields, EngineFields):
 
 
 class ResponsesRequest(InputTokensRequest):
-    """Body of ``/v1/responses``."""
-
     input: Input = Field(description=InputTokensRequest.model_fields["input"].description)
 
 
-# Responses ----------------------------------------------------------------------------------------------------------
+# Responses.
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(ResponseModel):
-    """A text that the model wrote."""
-
     type: Literal["output_text"]
     text: str
     annotations: list[dict[str, Any]]
@@ -328,8 +268,6 @@ class OutputText(ResponseModel):
 
 
 class OutputMessage(ResponseModel):
-    """The assistant's message."""
-
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -338,14 +276,12 @@ class OutputMessage(ResponseModel):
 
 
 class ReasoningText(ResponseModel):
-    """What the model thought."""
-
     type: Literal["reasoning_text"]
     text: str
 
 
 class ReasoningItem(ResponseModel):
-    """What the model thought before it answered; there is no summary."""
+    """Reasoning before the answer; there is no summary."""
 
     id: str
     type: Literal["reasoning"]
@@ -355,8 +291,6 @@ class ReasoningItem(ResponseModel):
 
 
 class CustomToolCallItem(ResponseModel):
-    """A tool that takes a text, which the model calls."""
-
     id: str
     type: Literal["custom_tool_call"]
     status: ItemStatus
@@ -367,8 +301,6 @@ class CustomToolCallItem(ResponseModel):
 
 
 class FunctionCallItem(ResponseModel):
-    """A function that the model calls."""
-
     id: str
     type: Literal["function_call"]
     status: ItemStatus
@@ -382,21 +314,15 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallIt
 
 
 class InputTokensDetails(ResponseModel):
-    """Details of the prompt's tokens."""
-
-    cached_tokens: int = Field(description="Found in the prefix cache.")
-    cache_write_tokens: int = Field(description="Always 0: what is put into the prefix cache is not counted.")
+    cached_tokens: int = Field(description="Prefix cache hits of the prompt.")
+    cache_write_tokens: int = Field(description="Always 0: cache writes are not counted.")
 
 
 class OutputTokensDetails(ResponseModel):
-    """Details of the generated tokens."""
-
     reasoning_tokens: int
 
 
 class ResponseUsage(ResponseModel):
-    """Tokens used by a response."""
-
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -405,14 +331,10 @@ class ResponseUsage(ResponseModel):
 
 
 class IncompleteDetails(ResponseModel):
-    """Why a response is incomplete."""
-
     reason: Literal["max_output_tokens"]
 
 
 class ResponseFailure(ResponseModel):
-    """Why a response failed."""
-
     code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
     message: str
 
@@ -447,24 +369,24 @@ class ResponseObject(ResponseModel):
     usage: ResponseUsage | None
     user: str | None
 
+    def encode(self) -> bytes:
+        # In ASCII, as in ApiError.body: the response repeats the request.
+        return json.dumps(self.model_dump()).encode()
+
 
 class DeletedResponse(ResponseModel):
-    """A response of ``DELETE /v1/responses/{id}``."""
-
     id: str
     object: Literal["response"]
     deleted: Literal[True]
 
 
 class InputTokens(ResponseModel):
-    """A response of ``/v1/responses/input_tokens``."""
-
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
 class ItemList(ResponseModel):
-    """A response of ``/v1/responses/{id}/input_items``: a page of the list."""
+    """A page of ``/v1/responses/{id}/input_items``."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 (tokens of DeepSeek)
-"""Formats in which models write calls of tools, and how the one of a model is found."""
+"""Tool call parsers, by name or by chat template. Read ``tool_parser`` first: the base class and its events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from octavo.server.tool_parsers.formats import (
 )
 from octavo.server.tool_parsers.tool_parser import ToolParser
 
-#: By the name that ``--tool-call-parser`` gives.
+#: Names of ``--tool-call-parser``.
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": Hermes,
     "llama3_json": Llama3,
@@ -31,7 +31,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "granite": Granite,
     "phi4_mini_json": Phi4Mini,
 }
-#: Names that vLLM has for them.
+#: vLLM's names.
 _OTHER_NAMES = {
     "llama4_pythonic": "pythonic",
     "deepseek_v3": "deepseek",
@@ -40,7 +40,7 @@ _OTHER_NAMES = {
     "gemma4": "gemma",
     "llama4_json": "llama3_json",
 }
-#: Texts of chat templates that tell the format; the first that are all there.
+#: Texts of chat templates that identify a format: the first entry whose texts all occur (None: no parser).
 _SIGNS = (
     (("<tool_call>", "<function="), "qwen3_coder"),
     (("<tool_call>", "<arg_key>"), None),
@@ -61,18 +61,12 @@ _SIGNS = (
 
 
 def load_tool_parser(name: str) -> type[ToolParser]:
-    """The parser of this name, or the class that ``module:Class`` names.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    name = _OTHER_NAMES.get(name, name)
+    """The parser of a name or of ``module:Class``; raises ``ConfigError``."""
     base = "octavo.server.tool_parsers.ToolParser"
-    return load_class(name, TOOL_PARSERS, ToolParser, "tool_call_parser", base)
+    return load_class(_OTHER_NAMES.get(name, name), TOOL_PARSERS, ToolParser, "tool_call_parser", base)
 
 
 def find_tool_parser(template: str) -> type[ToolParser] | None:
-    """The parser of the format that a chat template speaks of, if one is known."""
     for signs, name in _SIGNS:
         if all(sign in template for sign in signs):
             return None if name is None else TOOL_PARSERS[name]

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001, RUF002 (tokens of DeepSeek)
-"""Formats whose calls are JSON objects: Hermes, Llama 3, Mistral, Granite, Phi-4-mini, DeepSeek."""
+"""The formats in which models write tool calls: first those of JSON objects, then Python, Gemma and Qwen3-Coder."""
 
 from __future__ import annotations
 
@@ -18,31 +18,38 @@ _SEPARATORS = re.compile(r"[\s,;]*")
 _KEYS = frozenset({"name", "type", "id", "arguments", "parameters"})
 
 
+#: How most models write a call.
+_JSON_CALL = '{"name": "{name}", "arguments": {arguments}}'
+
+
 class OtherObject(Malformed):
-    """An object that is no call. What was read of it ends within it, and not within a string."""
+    """The object is no call. It was read up to a place outside of strings."""
 
 
 class JsonCalls(ToolParser):
-    """Reads objects such as ``{"name": "f", "arguments": {...}}``, with the keys in any order."""
+    """Reads calls such as ``{"name": "f", "arguments": {...}}``, with the keys in any order."""
 
     def json_call(self, *, bare: Collection[str] | None = None, opened: bool = False) -> Reading[None]:
-        """Passes one object, whose ``}`` may be missing, and gives its call.
+        """Passes one object, whose ``}`` may be missing, and emits its call.
 
-        ``bare``: it has no marker before it. It needs arguments, and its name must be one of these; as soon as it is no
-        call, ``OtherObject`` is raised. ``opened``: its ``{`` was passed.
+        ``bare``: no marker precedes the object. A call then has arguments and one of these names; for any other object,
+        ``OtherObject`` is raised as soon as possible. ``opened``: its ``{`` was passed.
         """
         if not opened:
             yield from self.expect("{")
         name: str | None = None
         held: str | None = None
-        given = False
+        emitted = False
         while True:
             yield from self.matched(_SEPARATORS)
             if (yield from self.optional("}")) is not None:
                 break
-            if given and (yield from self.peek()) != '"':
+            if emitted and (yield from self.peek()) != '"':
                 break
-            key = yield from self._key()
+            key = yield from self.json_string()
+            yield from self.space()
+            yield from self.expect(":")
+            yield from self.space()
             if bare is not None and name is None and key not in _KEYS:
                 raise OtherObject
             if key == "name" and name is None:
@@ -50,25 +57,25 @@ class JsonCalls(ToolParser):
                 if bare is not None and name not in bare:
                     raise OtherObject
                 self.check_name(name)
-            elif key in ("arguments", "parameters") and held is None and not given:
+            elif key in ("arguments", "parameters") and held is None and not emitted:
                 if name is not None and (yield from self.peek()) == "{":
                     self.start_call(name)
                     yield from self.arguments()
-                    given = True
+                    emitted = True
                 else:
                     held = yield from self.json_value()
             else:
                 yield from self.json_value()
-        if name is None or (bare is not None and held is None and not given):
+        if name is None or (bare is not None and held is None and not emitted):
             raise Malformed
-        if not given:
-            text = _as_object(held)
+        if not emitted:
+            arguments = _as_object(held)
             self.start_call(name)
-            self.add_arguments(text)
+            self.add_arguments(arguments)
         self.skip()
 
     def json_calls(self) -> Reading[None]:
-        """Passes such an object, or a list of them, whose end may be missing."""
+        """Passes an object or a list of them; the ends may be missing."""
         if (yield from self.optional("[")) is None:
             yield from self.json_call()
             return
@@ -78,25 +85,27 @@ class JsonCalls(ToolParser):
     def rest_of_list(self) -> Reading[None]:
         """Passes calls up to the ``]``, which may be missing."""
         yield from self.json_call()
-        while True:
-            separator = yield from self.close(",", "]")
-            if separator == "]":
-                return
+        yield from self.more_calls(",", "]")
+
+    def more_calls(self, *separators: str, bare: Collection[str] | None = None) -> Reading[None]:
+        """Passes the calls after the first one; the separators may be missing, and a ``]`` ends the list."""
+        while (separator := (yield from self.close(*separators))) != "]":
             yield from self.space()
             if separator is None and (yield from self.peek()) != "{":
                 return
-            yield from self.json_call()
+            yield from self.json_call(bare=bare)
 
-    def _key(self) -> Reading[str]:
-        key = yield from self.json_string()
-        yield from self.space()
-        yield from self.expect(":")
-        yield from self.space()
-        return key
+    def named_call(self, name: str) -> Reading[None]:
+        """Passes the arguments of a call whose name was passed, and emits the call."""
+        self.check_name(name)
+        if (yield from self.peek()) != "{":
+            raise Malformed
+        self.start_call(name)
+        yield from self.arguments()
 
 
 def _as_object(value: str | None) -> str:
-    """The text of an object: some models write it as JSON text within a string, or leave it out."""
+    """Arguments as the text of an object: some models write it within a JSON string, or leave it out."""
     if value in (None, "null"):
         return "{}"
     assert value is not None
@@ -110,12 +119,11 @@ def _as_object(value: str | None) -> str:
 
 
 class MarkedCalls(JsonCalls):
-    """Calls between two markers, of which the one at the end may be missing."""
+    """Calls between two markers; the end marker may be missing."""
 
     ends: ClassVar[tuple[str, ...]]
 
     def parse(self) -> Reading[None]:
-        """See ``ToolParser``."""
         while True:
             yield from self.content(*self.begins)
             yield from self.space()
@@ -132,7 +140,6 @@ class Hermes(MarkedCalls):
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat:
-        """See ``ToolParser``."""
         return HERMES
 
 
@@ -145,9 +152,7 @@ class Granite(MarkedCalls):
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat:
-        """See ``ToolParser``."""
-        call = '{"name": "{name}", "arguments": {arguments}}'
-        return CallFormat(call, separator=", ", begin="<|tool_call|>[", end="]", trigger="<|tool_call|>")
+        return CallFormat(_JSON_CALL, separator=", ", begin="<|tool_call|>[", end="]", trigger="<|tool_call|>")
 
 
 class Phi4Mini(JsonCalls):
@@ -159,7 +164,6 @@ class Phi4Mini(JsonCalls):
     begins: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "functools[")
 
     def parse(self) -> Reading[None]:
-        """See ``ToolParser``."""
         while True:
             if (yield from self.content(*self.begins)) == "functools[":
                 yield from self.space()
@@ -171,26 +175,22 @@ class Phi4Mini(JsonCalls):
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat:
-        """See ``ToolParser``."""
-        call = '{"name": "{name}", "arguments": {arguments}}'
         if "functools" not in template and "<|/tool" in template:
             begin, end = "<|tool_call|>", "<|/tool_call|>"
-            return CallFormat(call, separator=", ", begin=f"{begin}[", end=f"]{end}", trigger=begin)
-        return CallFormat(call, separator=", ", begin="functools[", end="]", trigger="functools[")
+            return CallFormat(_JSON_CALL, separator=", ", begin=f"{begin}[", end=f"]{end}", trigger=begin)
+        return CallFormat(_JSON_CALL, separator=", ", begin="functools[", end="]", trigger="functools[")
 
 
 class Llama3(JsonCalls):
     """``{"name": ..., "parameters": {...}}``, within text too, or after ``<|python_tag|>``: Llama 3.1 to 3.3.
 
-    Nothing but its keys and the name of a tool tells a call from other JSON. Objects within one that is no call are
-    none either.
+    Only its keys and the name of a tool tell a call from other JSON. Objects within another object are no calls.
     """
 
     markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
     begins: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
 
     def parse(self) -> Reading[None]:
-        """See ``ToolParser``."""
         while True:
             begin = yield from self.content("<|python_tag|>", "[", "{")
             try:
@@ -199,26 +199,18 @@ class Llama3(JsonCalls):
                 yield from self.rest_of_object()
 
     def _calls(self, begin: str) -> Reading[None]:
-        """Passes calls of which the marker or the bracket at the beginning was passed."""
+        """Passes calls whose first marker or bracket was passed."""
         if begin != "{":
             yield from self.space()
             yield from self.expect("{")
-        # The grammar of strict functions leaves text that does not begin with a call free.
+        # The grammar of strict functions does not constrain text that begins with something else.
         free = self.has_content and begin != "<|python_tag|>"
         names = [name for name in self.tools if not (free and name in self.strict)]
         yield from self.json_call(bare=names, opened=True)
-        while True:
-            separator = yield from self.close(*((",", "]") if begin == "[" else (";",)))
-            if separator == "]":
-                return
-            yield from self.space()
-            if separator is None and (yield from self.peek()) != "{":
-                return
-            yield from self.json_call(bare=names)
+        yield from self.more_calls(*((",", "]") if begin == "[" else (";",)), bare=names)
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat:
-        """See ``ToolParser``."""
         one_only = "only supports single tool-calls" in template
         call = '{"name": "{name}", "parameters": {arguments}}'
         return CallFormat(call, separator=None if one_only else "; ")
@@ -231,34 +223,25 @@ class Mistral(JsonCalls):
     begins: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
 
     def parse(self) -> Reading[None]:
-        """See ``ToolParser``."""
         while True:
             yield from self.content("[TOOL_CALLS]")
             yield from self.space()
             if (yield from self.peek()) in "[{":
                 yield from self.json_calls()
-            else:
-                yield from self._named_call()
-
-    def _named_call(self) -> Reading[None]:
-        name = yield from self.name()
-        self.check_name(name)
-        if (yield from self.optional("[CALL_ID]")) is not None:
-            yield from self.name()
-        yield from self.optional("[ARGS]")
-        yield from self.space()
-        if (yield from self.peek()) != "{":
-            raise Malformed
-        self.start_call(name)
-        yield from self.arguments()
+                continue
+            name = yield from self.name()
+            self.check_name(name)
+            if (yield from self.optional("[CALL_ID]")) is not None:
+                yield from self.name()
+            yield from self.optional("[ARGS]")
+            yield from self.space()
+            yield from self.named_call(name)
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat:
-        """See ``ToolParser``."""
         if "[ARGS]" in template:
             return CallFormat("[TOOL_CALLS]{name}[ARGS]{arguments}", separator="", trigger="[TOOL_CALLS]")
-        call = '{"name": "{name}", "arguments": {arguments}}'
-        return CallFormat(call, separator=", ", begin="[TOOL_CALLS][", end="]", trigger="[TOOL_CALLS]")
+        return CallFormat(_JSON_CALL, separator=", ", begin="[TOOL_CALLS][", end="]", trigger="[TOOL_CALLS]")
 
 
 class DeepSeek(JsonCalls):
@@ -272,7 +255,6 @@ class DeepSeek(JsonCalls):
     begins: ClassVar[tuple[str, ...]] = (_BEGIN, _CALL)
 
     def parse(self) -> Reading[None]:
-        """See ``ToolParser``."""
         while True:
             marker = yield from self.content(self._BEGIN, self._CALL)
             if marker == self._BEGIN:
@@ -290,18 +272,13 @@ class DeepSeek(JsonCalls):
             yield from self.space()
             yield from self.optional("```json")
             yield from self.space()
-        self.check_name(name)
-        if (yield from self.peek()) != "{":
-            raise Malformed
-        self.start_call(name)
-        yield from self.arguments()
+        yield from self.named_call(name)
         if in_block:
             yield from self.close("```")
         yield from self.close(self._CALL_END)
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat:
-        """See ``ToolParser``."""
         in_block = "```json" in template
         kind, before, after = ("function" + cls._SEPARATOR, "\n```json\n", "\n```") if in_block else ("", "", "")
         name = "{name}" if in_block else "{name}" + cls._SEPARATOR
@@ -309,24 +286,21 @@ class DeepSeek(JsonCalls):
         return CallFormat(call, "\n" if in_block else "", begin=cls._BEGIN, end=cls._END, trigger=cls._BEGIN)
 
 
-# Calls written as Python: ``[f(a=1, b="x"), g()]``.
-
 _IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
 _OUTSIDE = re.compile(r"[^\"'()\[\]{},]*")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 class Pythonic(ToolParser):
-    """A list of calls as Python writes them, at the beginning or within ``<|python_start|>``: Llama 3.2 and 4.
+    """``[f(a=1, b="x"), g()]`` at the beginning or after ``<|python_start|>``: Llama 3.2 and 4.
 
-    A call is held back until it is whole, as it has no marker that would tell it from other text.
+    A call is held back until it is whole, as no marker tells it from other text.
     """
 
     markers: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")
     begins: ClassVar[tuple[str, ...]] = ("<|python_start|>",)
 
     def parse(self) -> Reading[None]:
-        """See ``ToolParser``."""
         if self.at_start:
             self.at_start = False
             yield from self.space()
@@ -366,37 +340,33 @@ class Pythonic(ToolParser):
         self.add_arguments("{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in values.items()) + "}")
 
     def _value(self) -> Reading[str]:
-        """The text of an expression, up to the comma or bracket after it."""
-        start = self._position - self._given
-        open_ones: list[str] = []
+        """Passes an expression up to the comma or bracket after it; returns its text."""
+        start = self._position - self._emitted
+        closing_brackets: list[str] = []
         while True:
             yield from self.matched(_OUTSIDE)
             character = yield from self.peek()
             if character in "\"'":
-                yield from self._pass_quoted(character)
+                yield from self.expect(character)
+                while True:
+                    yield from self.matched(_IN_STRING[character])
+                    if (yield from self._next()) == character:
+                        break
+                    yield from self._next()
             elif character in _CLOSING:
-                open_ones.append(_CLOSING[character])
+                closing_brackets.append(_CLOSING[character])
                 self._position += 1
-            elif open_ones and character in (",", open_ones[-1]):
+            elif closing_brackets and character in (",", closing_brackets[-1]):
                 if character != ",":
-                    open_ones.pop()
+                    closing_brackets.pop()
                 self._position += 1
-            elif not open_ones and character in ",)":
-                return self._text[self._given + start : self._position]
+            elif not closing_brackets and character in ",)":
+                return self._text[self._emitted + start : self._position]
             else:
                 raise Malformed
 
-    def _pass_quoted(self, quote: str) -> Reading[None]:
-        yield from self.expect(quote)
-        while True:
-            yield from self.matched(_IN_STRING[quote])
-            if (yield from self._next()) == quote:
-                return
-            yield from self._next()
-
 
 def _as_json(text: str) -> str:
-    """A literal of Python, or of JSON, as JSON."""
     for read in (ast.literal_eval, json.loads):
         try:
             return json.dumps(read(text.strip()), ensure_ascii=False, allow_nan=False)
@@ -405,42 +375,40 @@ def _as_json(text: str) -> str:
     raise Malformed
 
 
-# Formats that write each argument in a notation of their own: Gemma, and the tags of Qwen3-Coder and Qwen 3.5.
-
 _MAX_DEPTH = 64
 _BARE = re.compile(r"[^,{}\[\]<>\s:]*")
 _LITERALS = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
 
 
 class TaggedCalls(ToolParser):
-    """Gives a call when it is whole, as the text of one that goes wrong is content.
+    """Emits a call when it is whole, so that a malformed one becomes content.
 
-    Where the text ends within a call whose name is known, the call is given with those of its arguments that are whole.
+    If the text ends within a call after its name, the call is emitted with its whole arguments.
     """
 
-    #: Whether the text may end here without a loss: no argument has begun.
+    #: No argument has begun, so the text may end here without a loss.
     between = False
 
     @abstractmethod
-    def members(self, name: str, found: dict[str, str]) -> Reading[None]:
-        """Passes the arguments of a call, to which they are added: the JSON text of each value by name."""
+    def read_members(self, name: str, members: dict[str, str]) -> Reading[None]:
+        """Passes the arguments of a call and adds the JSON text of each value to ``members``, by name."""
 
     def read_call(self, name: str) -> Reading[None]:
-        """Passes a call whose name was passed, and gives it."""
+        """Passes the rest of a call after its name, and emits it."""
         self.check_name(name)
-        found: dict[str, str] = {}
+        members: dict[str, str] = {}
         try:
-            yield from self.members(name, found)
+            yield from self.read_members(name, members)
         except EndOfText:
             complete = self.between and not self._cut and self._position == len(self._text)
-            self._give_call(name, found, "}" if complete else "")
+            self._emit_call(name, members, "}" if complete else "")
             raise
-        self._give_call(name, found, "}")
+        self._emit_call(name, members, "}")
 
-    def _give_call(self, name: str, found: dict[str, str], end: str) -> None:
+    def _emit_call(self, name: str, members: dict[str, str], end: str) -> None:
         self.start_call(name)
-        members = [f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items()]
-        self.add_arguments("{" + ", ".join(members) + end)
+        pairs = [f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items()]
+        self.add_arguments("{" + ", ".join(pairs) + end)
 
 
 class Gemma(TaggedCalls):
@@ -451,7 +419,6 @@ class Gemma(TaggedCalls):
     begins: ClassVar[tuple[str, ...]] = (_BEGIN,)
 
     def parse(self) -> Reading[None]:
-        """See ``ToolParser``."""
         while True:
             yield from self.content(self._BEGIN)
             yield from self.space()
@@ -466,14 +433,13 @@ class Gemma(TaggedCalls):
         yield from self.expect("{")
         yield from self.read_call(name)
 
-    def members(self, name: str, found: dict[str, str]) -> Reading[None]:
-        """See ``TaggedCalls``."""
+    def read_members(self, name: str, members: dict[str, str]) -> Reading[None]:
         while (yield from self._another("}")):
             key = yield from self._key()
-            found[key] = _dumped((yield from self._value(0)))
+            members[key] = _dumped((yield from self._value(0)))
 
     def _another(self, end: str) -> Reading[bool]:
-        """Passes what stands between values; false at the end."""
+        """Passes the separator before a value; false: the end was there."""
         yield from self.space()
         yield from self.optional(",")
         yield from self.space()
@@ -524,8 +490,8 @@ class FunctionGemma(Gemma):
 class QwenCoder(TaggedCalls):
     """``<tool_call><function=f><parameter=a>text</parameter></function></tool_call>`` of Qwen3-Coder and Qwen 3.5.
 
-    A value is text where the tool's schema says so, else JSON if it is that. Closing tags may be missing: an argument
-    ends where the next tag stands.
+    A value is text if the tool's schema says so, else JSON if it is valid, else text. Closing tags may be missing: an
+    argument ends at the next tag.
     """
 
     _CALL, _FUNCTION, _PARAMETER = "<tool_call>", "<function=", "<parameter="
@@ -534,7 +500,6 @@ class QwenCoder(TaggedCalls):
     begins: ClassVar[tuple[str, ...]] = (_CALL,)
 
     def parse(self) -> Reading[None]:
-        """See ``ToolParser``."""
         while True:
             if (yield from self.content(self._CALL, self._FUNCTION)) == self._CALL:
                 yield from self.space()
@@ -542,8 +507,7 @@ class QwenCoder(TaggedCalls):
             yield from self.read_call((yield from self.until(">")).strip())
             yield from self.close(self._CALL_END)
 
-    def members(self, name: str, found: dict[str, str]) -> Reading[None]:
-        """See ``TaggedCalls``."""
+    def read_members(self, name: str, members: dict[str, str]) -> Reading[None]:
         while True:
             self.between = True
             yield from self.space()
@@ -559,22 +523,18 @@ class QwenCoder(TaggedCalls):
             text, tag = yield from self.until_any(*ends, limit=_NO_LIMIT)
             if tag != self._PARAMETER_END:
                 self._position -= len(tag)
-            found[key] = _dumped(self._typed(name, key, text.removeprefix("\n").removesuffix("\n")))
-
-    def _typed(self, name: str, key: str, text: str) -> Any:
-        properties = self.tools[name].get("properties")
-        schema = properties.get(key) if isinstance(properties, dict) else None
-        kind = schema.get("type") if isinstance(schema, dict) else None
-        if kind == "string":
-            return text
-        return _literal(text)
+            text = text.removeprefix("\n").removesuffix("\n")
+            properties = self.tools[name].get("properties")
+            schema = properties.get(key) if isinstance(properties, dict) else None
+            is_text = isinstance(schema, dict) and schema.get("type") == "string"
+            members[key] = _dumped(text if is_text else _literal(text))
 
 
 _NO_LIMIT = 1 << 40
 
 
 def _literal(text: str) -> Any:
-    """A value of JSON, or of Python where it is named otherwise; else the text itself."""
+    """The value of a JSON text, or of one of Python's constants; else the text itself."""
     text = text.strip()
     if text in _LITERALS:
         return _LITERALS[text]

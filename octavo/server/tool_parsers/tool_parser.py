@@ -1,7 +1,7 @@
-"""What parsers of tool calls are made of: a coroutine that reads a growing text and says what it is.
+"""Tool calls in growing text: the events of a choice, the base class of parsers, and grammars of calls.
 
-A format's ``parse`` is written as if the whole text were there: where it ends for now, the coroutine waits. So what it
-says does not depend on where the text was cut, and its cost is linear in the text.
+The ``parse`` of a format is a coroutine, written as if the whole text were there: at the end of the text so far it
+waits. So its events do not depend on how the text was cut, and its cost is linear in the text.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from typing import Any, ClassVar, TypeVar
 from octavo.engine.chat_messages import CallFormat
 from octavo.grammar.json_schema import closed
 
-# What a choice of a chat says, as events: reasoning, content, tool calls; the routes format them.
+# The events of a choice, which the routes format.
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks before it answers."""
+    """More of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of the answer's text."""
+    """More of the content."""
 
     text: str
-    #: Where it ends in all text of the choice, marks and reasoning included, in characters.
+    #: Its end in the whole text of the choice, with marks and reasoning, in characters.
     end: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call begins; its arguments follow."""
+    """A tool call begins; its arguments follow."""
 
-    #: 0 for the first call of the choice.
+    #: Number of the call in the choice, from 0.
     index: int
     #: Unique among all responses.
     id: str
@@ -61,7 +61,7 @@ ChatEvent = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
 
 @dataclass(slots=True)
 class ParsedToolCall:
-    """A call that the model makes; ``arguments`` is JSON text as the model wrote it."""
+    """A whole call; ``arguments`` is JSON text as the model wrote it, perhaps truncated."""
 
     id: str
     name: str
@@ -70,7 +70,7 @@ class ParsedToolCall:
 
 @dataclass(slots=True)
 class ChatMessageParts:
-    """A whole message. None: there was nothing of it."""
+    """A whole message; None: it has no such part."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -78,7 +78,7 @@ class ChatMessageParts:
 
 
 def collect(events: Iterable[ChatEvent]) -> ChatMessageParts:
-    """The message that the events of one choice add up to."""
+    """Adds the events of one choice up to a message."""
     contents: list[str] = []
     thoughts: list[str] = []
     calls: list[tuple[ToolCallStart, list[str]]] = []
@@ -99,7 +99,7 @@ def collect(events: Iterable[ChatEvent]) -> ChatMessageParts:
 
 
 T = TypeVar("T")
-#: A part of a parser: waits for more text, and returns what it has read.
+#: A coroutine that waits for more text where it yields, and returns what it has read.
 Reading = Generator[None, None, T]
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
@@ -112,65 +112,64 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class Malformed(Exception):
-    """The text is not what the format says. What was read of it is content."""
+    """The text does not follow the format. What was read of it becomes content."""
 
 
 class EndOfText(Exception):
-    """Nothing follows."""
+    """The text has ended while the parser waits for more."""
 
 
 class ToolParser(ABC):
-    """The content and the calls in the text of one choice. A format derives from it and writes ``parse``.
+    """Parses the text of one choice into content and tool calls. A format is a subclass with a ``parse``.
 
-    A call begins when its name and the beginning of its arguments are read; until then its text is held back, and if it
-    turns out to be none, it is content, as it stands. Arguments are given as they grow: those of a call that breaks off
-    or goes wrong stay as the model wrote them, and text that is not of them is content again. Spaces and line breaks
-    directly before and after calls are not content, but for those after a call between two parts of it.
+    The text of a call is held back until its name and the beginning of its arguments were read; if it turns out to be
+    no call, it becomes content unchanged. From then on, arguments are emitted as they grow: those of a call that breaks
+    off or is malformed stay as the model wrote them, and the text after them is content. Whitespace directly before and
+    after calls is dropped, unless it follows a call and separates two parts of the content.
 
-    Where the text ends within calls of which one has begun, what is not of its arguments is left out: a call that was
-    cut leaves no part of its notation in the content. Where ``max_tokens`` cut the text, a call that has not begun is
-    left out too, as far as it was read.
+    If the text ends within calls of which one has begun, the rest that is no arguments is dropped: the notation of a
+    call that was cut never shows in the content. If ``max_tokens`` cut the text, a call that has not begun is dropped
+    too.
     """
 
-    #: Texts of the format. Where they are special tokens of a tokenizer, these are kept in the text.
+    #: Texts of the format. Special tokens among them are kept in the text.
     markers: ClassVar[tuple[str, ...]] = ()
-    #: Markers at which calls begin. They end reasoning that was not closed.
+    #: Texts at which calls begin. They also end reasoning that was not closed.
     begins: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]], *, parallel: bool = True) -> None:
-        """``tools``: schemas of the parameters by name. Without ``parallel``, calls after the first are left out."""
+        """``tools``: parameter schemas by name. Without ``parallel``, calls after the first are dropped."""
         self.tools = tools
-        #: The text is held to be calls: what of it is in none is the beginning of one that was cut, and no content.
+        #: The answer consists of calls: other text is the beginning of one that was cut, and dropped.
         self.calls_alone = False
-        #: Functions whose calls fit their schemas, as a grammar holds the answer to them where it sees a call begin.
+        #: Functions whose calls a grammar constrains where it sees a call begin.
         self.strict: frozenset[str] = frozenset()
-        #: Whether nothing was read yet; for formats that take that back themselves.
+        #: Nothing was read yet; formats that use it reset it.
         self.at_start = True
-        self._parallel = parallel
-        #: Text from the beginning of what was not given yet; where the coroutine reads, and where that begins.
-        self._text = ""
-        self._position = self._given = 0
-        #: Characters before that.
-        self._passed = 0
-        self._finished = self._cut = False
-        self._events: list[ChatEvent] = []
-        self._num_calls = 0
-        #: Whether the text read is given as arguments, or as content, as it grows.
-        self._in_arguments = self._in_object = False
-        #: Whether there was content.
         self.has_content = False
-        #: Whether a call was the last that was given, and its end is looked for.
+        self._parallel = parallel
+        self._num_calls = 0
+        self._events: list[ChatEvent] = []
+        #: The text that was not emitted yet. ``_position`` is where the coroutine reads, ``_emitted`` where it began.
+        self._text = ""
+        self._position = self._emitted = 0
+        #: Characters before ``_text``.
+        self._text_start = 0
+        self._finished = self._cut = False
+        #: The text is emitted as it grows: as arguments, or as content.
+        self._in_arguments = self._in_object = False
+        #: A call was emitted last; the end of a call is expected.
         self._after_call = self._closing = False
-        #: Whether what was not given may be the beginning of calls, and whether one of them has begun.
+        #: The text that was not emitted may be the beginning of calls; one of them has begun.
         self._may_call = self._in_calls = False
         self._reading = self._run()
 
     def feed(self, text: str, finished: bool, *, cut: bool = False) -> list[ChatEvent]:
-        """The events of further text. ``finished``: nothing follows; ``cut``: as ``max_tokens`` has ended the text."""
-        self._text = self._text[self._given :] + text
-        self._position -= self._given
-        self._passed += self._given
-        self._given = 0
+        """The events of further text. ``finished``: nothing follows; ``cut``: ``max_tokens`` has ended the text."""
+        self._text = self._text[self._emitted :] + text
+        self._position -= self._emitted
+        self._text_start += self._emitted
+        self._emitted = 0
         self._finished, self._cut = finished, cut
         next(self._reading, None)
         events, self._events = self._events, []
@@ -178,13 +177,13 @@ class ToolParser(ABC):
 
     @abstractmethod
     def parse(self) -> Reading[None]:
-        """Reads content and calls, without end. Called anew after ``Malformed``."""
+        """Reads content and calls, without end. Started again after ``Malformed``."""
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat | None:
-        """How calls are written, for grammars; None: no grammar of the format is known.
+        """How the model writes calls, for grammars; None: there is no grammar of the format.
 
-        ``template``: the chat template, as some formats have several ways.
+        Some formats depend on the chat ``template``.
         """
         return None
 
@@ -193,51 +192,48 @@ class ToolParser(ABC):
             try:
                 yield from self.parse()
             except Malformed:
-                self._give()
+                self._emit()
                 self._in_object = self._closing = self._may_call = self._in_calls = False
             except EndOfText:
                 self._position = len(self._text)
                 left_out = self._closing or self._in_calls or (self._cut and self._may_call)
                 if self._in_arguments or not left_out:
-                    self._give()
+                    self._emit()
                 return
 
-    # --- what is given ----------------------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------------------------
 
-    def _give(self) -> None:
-        """Gives the text read so far: as arguments, or as content."""
-        text = self._text[self._given : self._position]
-        self._given = self._position
+    def _emit(self) -> None:
+        text = self._text[self._emitted : self._position]
+        self._emitted = self._position
         if self._in_arguments:
             self.add_arguments(text)
-        elif not self.calls_alone and (text := self._without_edge(text)):
-            self._after_call, self.has_content = False, True
-            self._events.append(ContentDelta(text, self._passed + self._position))
+        elif not self.calls_alone:
+            # Whitespace after a call is dropped, unless it separates two parts of the content.
+            if self._after_call and not (self.has_content and text.strip()):
+                text = text.lstrip()
+            if text:
+                self._after_call, self.has_content = False, True
+                self._events.append(ContentDelta(text, self._text_start + self._position))
         self._in_arguments = False
 
-    def _without_edge(self, text: str) -> str:
-        """Content without the spaces after a call, unless they stand between two parts of it."""
-        if not self._after_call or (self.has_content and text.strip()):
-            return text
-        return text.lstrip()
-
     def start_call(self, name: str) -> None:
-        """Gives the beginning of a call; what was read of it so far is no content."""
+        """Emits the beginning of a call, and drops its notation read so far."""
         self.check_name(name)
-        self._given = self._position
+        self._emitted = self._position
         self._after_call = self._in_calls = True
         if self._parallel or self._num_calls == 0:
             self._events.append(ToolCallStart(self._num_calls, f"call_{secrets.token_hex(12)}", name))
         self._num_calls += 1
 
     def add_arguments(self, text: str) -> None:
-        """Gives a piece of the arguments of the call that has begun last."""
+        """Emits a piece of the arguments of the last call."""
         if text and (self._parallel or self._num_calls == 1):
             self._events.append(ToolCallArguments(self._num_calls - 1, text))
 
     def skip(self) -> None:
-        """What was read so far is of the format, and not content."""
-        self._given = self._position
+        """Drops the text read so far, which belongs to the format."""
+        self._emitted = self._position
 
     def check_name(self, name: str) -> None:
         """Raises ``Malformed`` if there is no such tool."""
@@ -250,44 +246,44 @@ class ToolParser(ABC):
         if self._finished:
             raise EndOfText
         if self._in_arguments:
-            text = self._text[self._given : self._position]
-            self._given = self._position
+            text = self._text[self._emitted : self._position]
+            self._emitted = self._position
             self.add_arguments(text)
         elif self._in_object:
-            self._give()
+            self._emit()
         yield
 
     def peek(self) -> Reading[str]:
-        """The next character, which is not passed."""
+        """The next character, without passing it."""
         while self._position == len(self._text):
             yield from self._wait()
         return self._text[self._position]
 
     def matched(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Passes the longest text of a repetition of single characters; returns it."""
-        start = self._position - self._given
+        """Passes and returns the longest match of a pattern that repeats single characters."""
+        start = self._position - self._emitted
         while True:
             match = pattern.match(self._text, self._position)
             if match is not None:
                 self._position = match.end()
             if self._position < len(self._text):
-                return self._text[self._given + start : self._position]
-            if self._in_arguments or self._in_object:  # given with the next wait
+                return self._text[self._emitted + start : self._position]
+            if self._in_arguments or self._in_object:  # emitted by the next wait
                 start = 0
             yield from self._wait()
 
     def space(self) -> Reading[None]:
-        """Passes spaces and line breaks."""
+        """Passes whitespace."""
         yield from self.matched(_SPACE)
 
     def expect(self, *texts: str) -> Reading[str]:
-        """Passes the first of these texts that is there, and returns it."""
+        """Passes and returns the first of these texts that follows; raises ``Malformed`` if none does."""
         if (text := (yield from self.optional(*texts))) is None:
             raise Malformed
         return text
 
     def optional(self, *texts: str) -> Reading[str | None]:
-        """Passes the first of these texts that is there, if any."""
+        """Passes and returns the first of these texts that follows; None: none does."""
         longest = max(map(len, texts))
         while True:
             ahead = self._text[self._position : self._position + longest]
@@ -300,9 +296,9 @@ class ToolParser(ABC):
             yield from self._wait()
 
     def content(self, *markers: str) -> Reading[str]:
-        """Gives content up to one of these texts, which is passed and returned, and held back with what follows.
+        """Emits content up to one of these texts, which is passed, returned, and held back with what follows it.
 
-        Spaces before a marker, and what may become one at the end of the text, are held back too.
+        Whitespace before a marker, and a possible beginning of one at the end of the text, are held back too.
         """
         whole, partial, longest = _patterns(markers)
         self._in_calls = False
@@ -313,10 +309,10 @@ class ToolParser(ABC):
             else:
                 tail = partial.search(self._text, max(self._position, len(self._text) - longest))
                 stop = len(self._text) if tail is None else tail.start()
-            kept = len(self._text[self._given : stop].rstrip())
+            kept = len(self._text[self._emitted : stop].rstrip())
             if kept:
-                self._position = self._given + kept
-                self._give()
+                self._position = self._emitted + kept
+                self._emit()
             self._may_call = stop < len(self._text)
             if match is not None:
                 self._position = match.end()
@@ -325,7 +321,7 @@ class ToolParser(ABC):
             yield from self._wait()
 
     def close(self, *texts: str) -> Reading[str | None]:
-        """Passes one of these texts after a call, which may be missing; where the text ends in one, it is dropped."""
+        """Passes the optional end of a call: one of these texts. One that is cut at the end of the text is dropped."""
         self._closing = True
         yield from self.space()
         text = yield from self.optional(*texts)
@@ -335,44 +331,43 @@ class ToolParser(ABC):
         return text
 
     def until(self, *ends: str, limit: int = 256) -> Reading[str]:
-        """The text up to one of these, which is passed too; ``limit`` in characters."""
+        """Passes the text up to and with one of ``ends``; returns what is before it, at most ``limit`` characters."""
         return (yield from self.until_any(*ends, limit=limit))[0]
 
     def until_any(self, *ends: str, limit: int = 256) -> Reading[tuple[str, str]]:
-        """The text up to one of these, and the one, which is passed too; ``limit`` in characters."""
+        """As ``until``; also returns the end that was there."""
         whole, _, longest = _patterns(ends)
-        start = searched = self._position - self._given
+        start = searched = self._position - self._emitted
         while True:
-            here = self._given + start
-            match = whole.search(self._text, self._given + searched, here + limit + longest)
+            here = self._emitted + start
+            match = whole.search(self._text, self._emitted + searched, here + limit + longest)
             if match is not None and match.start() - here <= limit:
                 self._position = match.end()
                 return self._text[here : match.start()], match.group()
             if len(self._text) - here >= limit + longest:
                 raise Malformed
-            searched = max(start, len(self._text) - self._given - longest + 1)
+            searched = max(start, len(self._text) - self._emitted - longest + 1)
             yield from self._wait()
 
     def name(self) -> Reading[str]:
-        """A function's name, perhaps empty."""
-        found: str = yield from self.matched(_NAME)
-        return found
+        """Passes a function's name, perhaps empty."""
+        return (yield from self.matched(_NAME))
 
     # --- JSON -------------------------------------------------------------------------------------------------------
 
     def json_string(self) -> Reading[str]:
-        """What a string of JSON says."""
-        start = self._position - self._given
+        """Passes a JSON string; returns its value."""
+        start = self._position - self._emitted
         yield from self._pass_string()
-        text = self._text[self._given + start : self._position]
+        text = self._text[self._emitted + start : self._position]
         try:
             return str(json.loads(text, strict=False))
         except ValueError:
             raise Malformed from None
 
     def json_value(self) -> Reading[str]:
-        """The text of any value of JSON."""
-        start = self._position - self._given
+        """Passes any JSON value; returns its text."""
+        start = self._position - self._emitted
         first = yield from self.peek()
         if first == '"':
             yield from self._pass_string()
@@ -380,15 +375,15 @@ class ToolParser(ABC):
             yield from self._pass_brackets()
         else:
             yield from self.matched(_SCALAR)
-        return self._text[self._given + start : self._position]
+        return self._text[self._emitted + start : self._position]
 
     def arguments(self) -> Reading[None]:
-        """Passes an object and gives it as arguments of the call that has begun, as it grows."""
+        """Passes an object and emits it as arguments of the last call, as it grows."""
         if (yield from self.peek()) != "{":
             raise Malformed
-        self._given, self._in_arguments = self._position, True
+        self._emitted, self._in_arguments = self._position, True
         yield from self._pass_brackets()
-        self._give()
+        self._emit()
 
     def _pass_string(self) -> Reading[None]:
         yield from self.expect('"')
@@ -396,33 +391,30 @@ class ToolParser(ABC):
             yield from self.matched(_IN_STRING)
             if (yield from self._next()) == '"':
                 return
-            yield from self._next()  # what the backslash quotes
+            yield from self._next()  # the character after a backslash
 
     def rest_of_object(self) -> Reading[None]:
-        """Gives what is read as content, and the object that it is in up to its end, as it grows."""
-        self._give()
+        """Emits the text read so far and the rest of the object around it as content, as it grows."""
+        self._emit()
         self._may_call, self._in_calls, self._in_object = False, False, True
         yield from self._pass_brackets("}")
-        self._give()
+        self._emit()
         self._in_object = False
 
     def _pass_brackets(self, *closing: str) -> Reading[None]:
-        """An object or a list: with strings and brackets that fit; what stands between them is not looked at.
-
-        ``closing``: the ends of those that were opened before.
-        """
-        open_ones = list(closing)
+        """Passes an object or a list with balanced brackets. ``closing``: the ends of those already open."""
+        closing_brackets = list(closing)
         while True:
             character = yield from self.peek()
             if character == '"':
                 yield from self._pass_string()
             elif character in _CLOSING:
-                open_ones.append(_CLOSING[character])
+                closing_brackets.append(_CLOSING[character])
                 self._position += 1
-            elif open_ones and character == open_ones[-1]:
-                open_ones.pop()
+            elif closing_brackets and character == closing_brackets[-1]:
+                closing_brackets.pop()
                 self._position += 1
-                if not open_ones:
+                if not closing_brackets:
                     return
             elif _BETWEEN.match(character):
                 yield from self.matched(_BETWEEN)
@@ -437,17 +429,17 @@ class ToolParser(ABC):
 
 @functools.cache
 def _patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], int]:
-    """One of these texts; the beginning of one at the end of the text; the length of the longest."""
+    """Patterns of any marker, and of the beginning of one at the end of the text; the length of the longest."""
     beginnings = {marker[:i] for marker in markers for i in range(1, len(marker))}
     partial = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
     whole = "|".join(map(re.escape, markers))
     return re.compile(whole), re.compile(rf"(?:{partial})\Z"), max(map(len, markers))
 
 
-# Grammars that calls of a format fulfil, in Lark's notation as llguidance has it.
+# Grammars of calls, in llguidance's Lark notation.
 
-#: JSON as templates write it to the model: on one line, so that a model cannot go on with spaces for ever. Keywords
-#: that are not supported are errors, and a value fits exactly one schema of a ``oneOf``.
+#: llguidance: JSON on one line, as chat templates write it, so that a model cannot write spaces forever. Unsupported
+#: keywords are errors, and a value matches exactly one schema of a ``oneOf``.
 _JSON_OPTIONS = {
     "lenient": False,
     "coerce_one_of": False,
@@ -459,7 +451,7 @@ _TEXT = r"TEXT: /(.|\n)*/"
 
 
 class CallGrammar:
-    """The grammar of calls of certain tools in one format."""
+    """The Lark grammar of calls of certain tools in one format."""
 
     def __init__(
         self,
@@ -470,33 +462,36 @@ class CallGrammar:
         parallel: bool = True,
         strict: Set[str] = frozenset(),
     ) -> None:
-        """``tools``: schemas of the parameters by name. ``special``: ids of the special tokens by text.
+        """``tools``: parameter schemas by name; ``strict``: tools of which unsupported schema keywords are errors.
 
-        ``strict``: tools whose schemas must be obeyed in all keywords.
+        ``special``: ids of the special tokens by text.
         """
         self._form = form
         self._special = special
-        self._repeats = parallel and form.separator is not None
+        #: Further calls after the first.
+        self._more = ""
+        if parallel and form.separator is not None:
+            self._more = f"({self._text(form.separator)} call)*"
         self._names = list(tools)
-        self._rules = [
-            f"arguments_{i}: %json {_arguments(schema, strict=name in strict)}"
-            for i, (name, schema) in enumerate(tools.items())
-        ]
+        self._rules = []
+        for i, (name, schema) in enumerate(tools.items()):
+            # Objects have only the properties that the schema names: functions take no others.
+            options = {**_JSON_OPTIONS, "strict": True} if name in strict else _JSON_OPTIONS
+            whole = json.dumps({**closed(dict(schema)), "x-guidance": options})
+            self._rules.append(f"arguments_{i}: %json {whole}")
         calls = [self._call(name, i, self._text(form.pieces(name)[0])) for i, name in enumerate(self._names)]
         self._rules.append(f"call: {' | '.join(calls)}")
 
     def calls(self) -> str:
-        """One call or more, and nothing else."""
-        return self._written(f"start: {self._text(self._form.begin)} call {self._more()} {self._text(self._form.end)}")
+        """One or more calls and nothing else."""
+        return self._rules_after(f"start: {self._calls()}")
 
     def calls_or(self, answer: str) -> str:
-        """Calls, or a text of another form: the right side of a rule."""
-        form = self._form
-        calls = f"{self._text(form.begin)} call {self._more()} {self._text(form.end)}"
-        return self._written(f"start: calls | answer\ncalls: {calls}\nanswer: {answer}")
+        """Calls, or an answer, which is the right side of a rule."""
+        return self._rules_after(f"start: calls | answer\ncalls: {self._calls()}\nanswer: {answer}")
 
     def calls_in_text(self) -> str:
-        """Any text, in which what begins as a call is one. Needs a ``trigger``."""
+        """Any text in which everything that begins like a call is one. The format needs a ``trigger``."""
         form = self._form
         trigger = form.trigger or ""
         heads = []
@@ -508,29 +503,26 @@ class CallGrammar:
         else:
             free = f"free[lazy]: TEXT {self._text(trigger)}"
         rules = ["start: tag* rest", "rest: TEXT", _TEXT, free, f"first: {' | '.join(heads)}"]
-        rules.append(f"tag: free first {self._more()} {self._text(form.end)}")
-        return self._written("\n".join(rules))
+        rules.append(f"tag: free first {self._more} {self._text(form.end)}")
+        return self._rules_after("\n".join(rules))
 
-    def _more(self) -> str:
-        return f"({self._text(self._form.separator or '')} call)*" if self._repeats else ""
+    def _calls(self) -> str:
+        return f"{self._text(self._form.begin)} call {self._more} {self._text(self._form.end)}"
 
     def _call(self, name: str, index: int, head: str) -> str:
         return f"{head} arguments_{index} {self._text(self._form.pieces(name)[1])}"
 
-    def _written(self, start: str) -> str:
+    def _rules_after(self, start: str) -> str:
         return "\n".join([start, *self._rules])
 
     def _text(self, text: str) -> str:
-        """A text as a sequence of literals and special tokens."""
+        """A text as literals and special tokens."""
         special = [token for token in self._special if token in text]
         parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
-        return " ".join(self._token(part) if part in self._special else json.dumps(part) for part in parts if part)
-
-    def _token(self, text: str) -> str:
-        return text if re.fullmatch(r"<[^<>\s]+>", text) else f"<[{self._special[text]}]>"
-
-
-def _arguments(schema: Mapping[str, Any], *, strict: bool) -> str:
-    """The schema of arguments: objects have no properties that it does not name, as no function takes them."""
-    options = {**_JSON_OPTIONS, "strict": True} if strict else _JSON_OPTIONS
-    return json.dumps({**closed(dict(schema)), "x-guidance": options})
+        symbols = []
+        for part in filter(None, parts):
+            if part not in self._special:
+                symbols.append(json.dumps(part))
+            else:  # llguidance names tokens by their text in angle brackets, or by id
+                symbols.append(part if re.fullmatch(r"<[^<>\s]+>", part) else f"<[{self._special[part]}]>")
+        return " ".join(symbols)

@@ -107,9 +107,6 @@ def launch(
     from octavo.kernels.interface import AttentionSpec
     from octavo.kernels.reference import ReferenceKernels
     from octavo.kernels.triton import attention, cache
-    from octavo.kernels.triton import attention as attention_decode
-    from octavo.kernels.triton import attention as attention_fixed
-    from octavo.kernels.triton import cache as rotary_cache
 
     numbers, held = getattr(torch, dtype), getattr(torch, cache_dtype or dtype)
     caches = cache.make_cache(2, 4, block_size, 8, head_dim, held, "cpu")
@@ -119,9 +116,9 @@ def launch(
     slots, positions = torch.zeros(2, 3 * each, dtype=torch.int64)
     if call == "rotary":
         at = torch.zeros(len(sections), 3, dtype=torch.int64) if sections else positions
-        rotary_cache.rotary_and_cache(q, k, v, at, torch.zeros(max_seq_len, head_dim), caches[1], slots, sections)
+        cache.rotary_and_cache(q, k, v, at, torch.zeros(max_seq_len, head_dim), caches[1], slots, sections)
     elif call == "reshape":
-        rotary_cache.reshape_and_cache(k, v, caches[1], slots)
+        cache.reshape_and_cache(k, v, caches[1], slots)
     elif call == "copy":
         cache.copy_blocks(caches, [(0, 1)])
     else:
@@ -129,10 +126,7 @@ def launch(
         batch = make_batch([each] * 3, [40] * 3, tables, block_size, ReferenceKernels())
         batch.max_seq_len, batch.has_spans = max_seq_len, spans
         parts = 4 if max_seq_len > 64 else 1
-        with (
-            mock.patch.object(attention_decode, "count_parts", lambda *_: parts),
-            mock.patch.object(attention_fixed, "count_parts", lambda *_: parts),
-        ):
+        with mock.patch.object(attention, "count_parts", lambda *_: parts):
             slopes = (0.5,) * 8 * group if alibi else None
             spec = AttentionSpec(0.1, window, cap, slopes, causal, sees_spans=spans)
             attention.paged_attention(q, caches[1], batch, spec, deterministic=call == "fixed")

@@ -23,12 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Named calls of the public functions with the shapes of an 8B model."""
     from octavo.kernels.interface import LowRankShape
-    from octavo.kernels.triton import elementwise as activation
-    from octavo.kernels.triton import elementwise as embedding
-    from octavo.kernels.triton import elementwise as norm
-    from octavo.kernels.triton import lora as experts
-    from octavo.kernels.triton import matmul, quant
-    from octavo.kernels.triton import quant as quantize
+    from octavo.kernels.triton import elementwise, experts, matmul, quant
     from octavo.kernels.triton.backend import TritonKernels
     from tests.torch_types import engine_dtype
 
@@ -37,14 +32,14 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     weight = torch.randn(4096, 4096, generator=torch.Generator().manual_seed(0)).to(half)
     residual = torch.empty(2048, 4096)
     heads = x.view(2048, 32, 128)
-    yield "rms_norm", lambda: norm.rms_norm(x, weight[0], 1e-5)
+    yield "rms_norm", lambda: elementwise.rms_norm(x, weight[0], 1e-5)
     ids = torch.zeros(2048, dtype=torch.int64)
-    yield "embedding", lambda: embedding.embedding(ids, weight, 0, 1.0, None)
-    yield "embedding scaled and added", lambda: embedding.embedding(ids, weight, 7, 2.5, residual)
-    yield "rms_norm heads", lambda: norm.rms_norm(heads[:, :8], weight[0, :128], 1e-5)
+    yield "embedding", lambda: elementwise.embedding(ids, weight, 0, 1.0, None)
+    yield "embedding scaled and added", lambda: elementwise.embedding(ids, weight, 7, 2.5, residual)
+    yield "rms_norm heads", lambda: elementwise.rms_norm(heads[:, :8], weight[0, :128], 1e-5)
     for name in ("silu", "gelu", "gelu_tanh", "relu"):
-        yield f"{name} gated", partial(activation.activate, x, name, gated=True)
-    yield "gelu", lambda: activation.activate(x, "gelu", gated=False)
+        yield f"{name} gated", partial(elementwise.activate, x, name, gated=True)
+    yield "gelu", lambda: elementwise.activate(x, "gelu", gated=False)
     for rows in (1, 2048):
         yield f"matmul {rows}", partial(matmul.matmul, x[:rows], weight, None, torch.float32)
         yield (
@@ -55,7 +50,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "matmul float32", lambda: matmul.matmul(x[:1].float(), weight.float())
     yield "matmul odd", lambda: matmul.matmul(x[:1, :1003], weight[:, :1003])
     for kind in ("int8", "int4", "fp8"):
-        packed = quantize.quantize(weight, kind)
+        packed = quant.quantize(weight, kind)
         for rows in (1, 2048):
             for fixed in (True, False):
                 yield (
@@ -87,12 +82,12 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
         partial(_low_rank, kernels, table, torch.zeros(8, dtype=torch.int64), residual[:8]),
     )
     wide = torch.randn(28672, 512, generator=torch.Generator().manual_seed(0)).to(half)
-    packed_wide = quantize.quantize(wide, "int8")
+    packed_wide = quant.quantize(wide, "int8")
     yield "matmul wide 1", lambda: matmul.matmul(x[:1, :512], wide)
     yield "int8 fixed wide 1", lambda: quant.quantized_matmul(x[:1, :512], packed_wide)
     yield "int8 fast wide 1", lambda: quant.quantized_matmul(x[:1, :512], packed_wide, deterministic=False)
     yield "int8 gated fixed wide 1", lambda: quant.quantized_gated(x[:1, :512], packed_wide)
-    small = quantize.quantize(weight[:576, :576], "int4")
+    small = quant.quantize(weight[:576, :576], "int4")
     yield "int4 groups of 32", lambda: quant.quantized_matmul(x[:1, :576], small)
 
 

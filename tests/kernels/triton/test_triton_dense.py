@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.kernels.interface import Activation
-from octavo.kernels.triton import matmul as tiles
+from octavo.kernels.triton import matmul
 from octavo.kernels.triton.elementwise import activate, rms_norm
-from octavo.kernels.triton.matmul import matmul
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,19 +117,19 @@ def test_matmul(
     expected = x.double() @ weight.double().T
     expected += 0 if bias is None else bias.double()
     expected += 0 if residual is None else residual.double()
-    out = matmul(x, weight, bias, torch.float32, residual)
+    out = matmul.matmul(x, weight, bias, torch.float32, residual)
     assert out.dtype == torch.float32
     assert bool(((out - expected).abs() <= product_bound(x, weight)).all())
     if residual is None:
-        assert torch.equal(matmul(x, weight, bias), out.to(dtype))
+        assert torch.equal(matmul.matmul(x, weight, bias), out.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [DTYPES[-1], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[:-1])])
 def test_a_row_of_a_product_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     x, weight = randn(140, 520, dtype=dtype), randn(70, 520, dtype=dtype, seed=1)
-    whole = matmul(x, weight, out_dtype=torch.float32)
+    whole = matmul.matmul(x, weight, out_dtype=torch.float32)
     for first, last in ((0, 1), (139, 140), (77, 78), (3, 20)):
-        assert torch.equal(matmul(x[first:last], weight, out_dtype=torch.float32), whole[first:last])
+        assert torch.equal(matmul.matmul(x[first:last], weight, out_dtype=torch.float32), whole[first:last])
 
 
 @pytest.mark.gpu
@@ -139,10 +138,10 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(dtype: torch.dtype) ->
 def test_a_row_of_a_large_product_does_not_depend_on_the_others(columns: int) -> None:
     x = randn(3000, 4096, dtype=torch.bfloat16)
     weight = randn(columns, 4096, dtype=torch.bfloat16, seed=1, scale=1 / 64)
-    whole = matmul(x, weight, out_dtype=torch.float32)
+    whole = matmul.matmul(x, weight, out_dtype=torch.float32)
     assert bool(((whole - x.double() @ weight.double().T).abs() <= product_bound(x, weight)).all())
     for first, last in ((0, 1), (2999, 3000), (77, 78), (3, 67), (1000, 1500)):
-        assert torch.equal(matmul(x[first:last], weight, out_dtype=torch.float32), whole[first:last])
+        assert torch.equal(matmul.matmul(x[first:last], weight, out_dtype=torch.float32), whole[first:last])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -151,13 +150,13 @@ def test_pieces_that_meet_in_memory_and_in_one_program_give_the_same_bits(
 ) -> None:
     x, weight, bias = randn(5, 800, dtype=dtype), randn(70, 800, dtype=dtype, seed=1), randn(70, dtype=dtype)
     residual = randn(5, 70, seed=2)
-    met = matmul(x, weight, bias, torch.float32, residual.clone())
-    assert tiles.pieces_of(1, 800, 64)[0] > 1
-    monkeypatch.setattr(tiles, "_MOST_SPLIT_PROGRAMS", 0)
-    assert torch.equal(matmul(x, weight, bias, torch.float32, residual.clone()), met)
+    met = matmul.matmul(x, weight, bias, torch.float32, residual.clone())
+    assert matmul.pieces_of(1, 800, 64)[0] > 1
+    monkeypatch.setattr(matmul, "_MOST_SPLIT_PROGRAMS", 0)
+    assert torch.equal(matmul.matmul(x, weight, bias, torch.float32, residual.clone()), met)
 
 
 @given(st.integers(1, 2000), st.integers(1, 30000), st.sampled_from([32, 64, 128]))
 def test_pieces_cover_k_without_an_empty_one(tile_count: int, depth: int, block: int) -> None:
-    pieces, length = tiles.pieces_of(tile_count, depth, block)
+    pieces, length = matmul.pieces_of(tile_count, depth, block)
     assert (pieces - 1) * length * block < depth <= pieces * length * block

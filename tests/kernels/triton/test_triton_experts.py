@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.core.errors import ConfigError
 from octavo.kernels.interface import PackedExperts, RoutingSpec
 from octavo.kernels.triton.backend import TritonKernels
-from octavo.kernels.triton.lora import sort_pairs
+from octavo.kernels.triton.experts import sort_pairs
 from tests.kernels.test_cpu_experts import in_float64, matrices, pack, rows, run
 from tests.kernels.torch_facade import of_torch
 

@@ -20,7 +20,7 @@ import triton.language as tl  # noqa: E402
 from octavo.kernels import sampling as noise  # noqa: E402
 from octavo.kernels.sampling import FILTERS, Filters, NumpySampling, pack_mask  # noqa: E402
 from octavo.kernels.triton import sampling  # noqa: E402
-from octavo.kernels.triton.sampling import MOST_NAMED, token_logprobs, unpack  # noqa: E402
+from octavo.kernels.triton.sampling import MAX_LOGPROBS, token_logprobs, unpack  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -302,7 +302,7 @@ def test_a_captured_choice_follows_its_inputs() -> None:
     seed=st.integers(0, 1000),
     scale=st.sampled_from([0.0, 0.01, 1.0, 5.0, 40.0]),
     coarse=st.booleans(),
-    k=st.sampled_from([0, 1, 5, 20, MOST_NAMED]),
+    k=st.sampled_from([0, 1, 5, 20, MAX_LOGPROBS]),
 )
 def test_logprobs_are_log_softmax(vocab: int, seed: int, scale: float, coarse: bool, k: int) -> None:
     logits = gaussian(seed, 4, vocab, scale=scale)
@@ -346,6 +346,6 @@ def test_logprobs_of_a_row_do_not_depend_on_the_others() -> None:
 
 def test_more_than_can_be_named_is_refused() -> None:
     one = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    for vocab, k in ((10, 11), (1000, MOST_NAMED + 1)):
+    for vocab, k in ((10, 11), (1000, MAX_LOGPROBS + 1)):
         with pytest.raises(ValueError, match=f"not {k}"):
             token_logprobs(torch.zeros(1, vocab, device=DEVICE), one, one, k)

@@ -1,0 +1,171 @@
+"""Experts on a GPU: grouped products, one launch for gate and up of all experts, one for down, and one for the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.core.dtypes import DType
+from octavo.core.errors import ConfigError
+from octavo.kernels.interface import PackedExperts, PackedWeight
+from octavo.kernels.triton.elementwise import rounded, silu
+from octavo.kernels.triton.matmul import gathered_product
+from octavo.kernels.triton.quant import TritonDenseWeight
+
+#: Rows of a tile for experts with few pairs, and with many.
+_FEW_PAIRS, _MANY_PAIRS = 16, 64
+_COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class TritonExperts(PackedExperts):
+    """Experts that are not quantised."""
+
+    #: [experts, 2 * inner, E] and [experts, E, inner].
+    gate_up: Tensor
+    down: Tensor
+    #: (gate and up, down) of each expert that every token has, of any size.
+    shared: Sequence[tuple[PackedWeight, PackedWeight]]
+    deterministic: bool
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
+        """Shared experts are ordinary products, added last."""
+        routed = experts.shape[1] - len(self.shared)
+        out = self._routed(x, experts[:, :routed], weights[:, :routed].contiguous(), add)
+        for i, (gate_up, down) in enumerate(self.shared):
+            out += down(gate_up(x, activation="silu"), DType.FLOAT32) * weights[:, routed + i, None]
+        return out
+
+    def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor, add: Tensor | None) -> Tensor:
+        (tokens, slots), (count, hidden, inner) = chosen.shape, self.down.shape
+        out = add if add is not None else torch.empty((tokens, hidden), dtype=torch.float32, device=x.device)
+        pairs = tokens * slots
+        if not pairs:
+            return out
+        few = self.deterministic or pairs <= _FEW_PAIRS * count
+        rows, depth = _FEW_PAIRS if few else _MANY_PAIRS, 32 if x.dtype == torch.float32 else 64
+        place, of_tile = sort_pairs(chosen, count, rows)
+        inner_rows = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
+        parts = torch.empty((pairs, hidden), dtype=torch.float32, device=x.device)
+        shape = {"ROWS": rows, "COLUMNS": _COLUMNS, "DEPTH": depth, "num_warps": 4, "enable_fp_fusion": False}
+        tiles = len(of_tile)
+        _gate_up_kernel[(tiles, triton.cdiv(inner, _COLUMNS))](
+            x, self.gate_up, inner_rows, place, of_tile, pairs, slots, inner, x.shape[1], x.stride(0), **shape
+        )
+        _down_kernel[(tiles, triton.cdiv(hidden, _COLUMNS))](
+            inner_rows, self.down, weights, parts, place, of_tile, pairs, hidden, inner, **shape
+        )
+        block = min(1024, triton.next_power_of_2(hidden))
+        _sum_kernel[(tokens, triton.cdiv(hidden, block))](
+            parts, chosen.argsort(1), add, out, hidden, SLOTS=slots, BLOCK=block, num_warps=4, enable_fp_fusion=False
+        )
+        return out
+
+
+def pack_experts(
+    gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int, *, deterministic: bool
+) -> TritonExperts:
+    """See ``Kernels.pack_experts``; stacks the matrices of the routed experts."""
+    routed = len(gate_up) - shared
+    if not all(isinstance(weight, TritonDenseWeight) for weight in (*gate_up[:routed], *down[:routed])):
+        raise ConfigError(
+            "the triton kernels have no products of quantised experts: set quantization='none', or kernels='cpu'"
+        )
+    first, second = (
+        torch.stack([weight.weight for weight in weights[:routed] if isinstance(weight, TritonDenseWeight)])
+        for weights in (gate_up, down)
+    )
+    return TritonExperts(first, second, [*zip(gate_up[routed:], down[routed:], strict=True)], deterministic)
+
+
+def sort_pairs(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Sorts the pairs of token and slot by expert, into tiles of ``rows`` rows with one expert each.
+
+    Args:
+        chosen: int [T, slots], the experts of each token.
+        experts: their number.
+
+    Returns:
+        Int32 [tiles * rows], pair t * slots + s or, of rows without one, T * slots; and int32 [tiles], the expert, or
+        -1 of tiles without pairs. The number of tiles suffices for any choice.
+    """
+    flat = chosen.flatten().long()
+    pairs = len(flat)
+    tiles = min(pairs, (pairs + experts * (rows - 1)) // rows)
+    counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
+    ends = ((counts + rows - 1) // rows * rows).cumsum(0)
+    starts = ends - (counts + rows - 1) // rows * rows
+    of_pair, order = flat.sort(stable=True)
+    within = torch.arange(pairs, device=flat.device) - (counts.cumsum(0) - counts)[of_pair]
+    sorted_pairs = torch.full((tiles * rows,), pairs, dtype=torch.int32, device=flat.device)
+    sorted_pairs[starts[of_pair] + within] = order.int()
+    expert = torch.searchsorted(ends, torch.arange(tiles, device=flat.device) * rows, right=True)
+    return sorted_pairs, expert.masked_fill(expert == experts, -1).int()
+
+
+@triton.jit
+def _pairs_of_tile(pairs_ptr, experts_ptr, pairs, ROWS: tl.constexpr):
+    """(expert, or -1 of a tile without pairs; pairs of the tile's rows; which rows are pairs)."""
+    tile = tl.program_id(0)
+    pair = tl.load(pairs_ptr + tile * ROWS + tl.arange(0, ROWS))
+    return tl.load(experts_ptr + tile), pair, pair < pairs
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _gate_up_kernel(
+    x_ptr, weight_ptr, hidden_ptr, pairs_ptr, experts_ptr, pairs, slots, inner, depth, x_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """hidden[pair] = silu(gate) * up of the pair's token; weight [experts, 2 * inner, depth]."""
+    expert, pair, inside = _pairs_of_tile(pairs_ptr, experts_ptr, pairs, ROWS)
+    if expert >= 0:
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        k = tl.arange(0, DEPTH)
+        x_ptrs = x_ptr + (pair // slots).to(tl.int64)[:, None] * x_stride + k[None, :]
+        row = expert.to(tl.int64) * 2 * inner + tl.minimum(column, inner - 1)
+        gate_ptrs = weight_ptr + row[None, :] * depth + k[:, None]
+        gate = gathered_product(x_ptrs, gate_ptrs, inside, k, 0, depth, depth, ROWS, COLUMNS, DEPTH)
+        up_ptrs = gate_ptrs + inner.to(tl.int64) * depth
+        up = gathered_product(x_ptrs, up_ptrs, inside, k, 0, depth, depth, ROWS, COLUMNS, DEPTH)
+        out = rounded(silu(gate) * up, hidden_ptr.dtype.element_ty)
+        place = pair.to(tl.int64)[:, None] * inner + column[None, :]
+        tl.store(hidden_ptr + place, out, inside[:, None] & (column < inner)[None, :])
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _down_kernel(
+    hidden_ptr, weight_ptr, scales_ptr, out_ptr, pairs_ptr, experts_ptr, pairs, columns, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = scale * down of the pair's hidden row; weight [experts, columns, depth]."""
+    expert, pair, inside = _pairs_of_tile(pairs_ptr, experts_ptr, pairs, ROWS)
+    if expert >= 0:
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        k = tl.arange(0, DEPTH)
+        hidden_ptrs = hidden_ptr + pair.to(tl.int64)[:, None] * depth + k[None, :]
+        row = expert.to(tl.int64) * columns + tl.minimum(column, columns - 1)
+        weight_ptrs = weight_ptr + row[None, :] * depth + k[:, None]
+        total = gathered_product(hidden_ptrs, weight_ptrs, inside, k, 0, depth, depth, ROWS, COLUMNS, DEPTH)
+        total *= tl.load(scales_ptr + pair, inside, other=0.0)[:, None]
+        place = pair.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(out_ptr + place, total, inside[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _sum_kernel(parts_ptr, order_ptr, add_ptr, out_ptr, columns, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """out = add + a token's parts [SLOTS, columns], in the order of ``order_ptr``."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(SLOTS):
+        slot = tl.load(order_ptr + token * SLOTS + i)
+        total += tl.load(parts_ptr + (token * SLOTS + slot) * columns + column, inside, other=0.0)
+    if add_ptr is not None:
+        total += tl.load(add_ptr + token * columns + column, inside, other=0.0)
+    tl.store(out_ptr + token * columns + column, total, inside)
