@@ -70,7 +70,7 @@ ONLY = {
 #: between machines, and what compares or profiles with torch.
 WITH_TORCH = re.compile(
     r"octavo\.(kernels\.(reference|torch_\w+|triton\.\w+)|runner\.cuda"
-    r"|executor\.(external|torch_connections)|lab\.bench\.gpu\w*|compat\.vllm\.(engines|helpers))"
+    r"|executor\.(uniproc|torch_connections)|lab\.bench\.gpu\w*|compat\.vllm\.(engines|helpers))"
 )
 
 FILES = sorted(PACKAGE.rglob("*.py"))

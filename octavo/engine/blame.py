@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from octavo.process.children import shared_memory
+from octavo.process.start_process import shared_memory
 
 #: The error of the culprit, with that of its core.
 GUILTY = "the engine failed again and again at this request, at last when nothing else was computed: {}"

@@ -41,8 +41,7 @@ from octavo.core.stats import (
     StepStats,
 )
 from octavo.executor.executor import Executor
-from octavo.executor.external import without_clock
-from octavo.executor.factory import make_executor
+from octavo.executor.uniproc import make_executor, without_clock
 from octavo.kernels import resolve_device
 from octavo.loader.resolve import resolve_model
 from octavo.loader.weights import read_config

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from octavo.core.errors import EngineDeadError, EngineKilledError
 from octavo.engine.blame import read_recorder, recorder_memory
-from octavo.process.children import how_it_ended, is_stopped, num_out_of_memory, start_process, was_killed
+from octavo.process.start_process import how_it_ended, is_stopped, num_out_of_memory, start_process, was_killed
 
 #: The path of a Unix socket has at most 107 bytes.
 _LONGEST_TEMP_PATH = 70

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from octavo.config.options import ParallelLayout
 from octavo.core.errors import EngineDeadError
-from octavo.process.children import LocalConnections
+from octavo.process.start_process import LocalConnections
 from octavo.runner.loaded_model import Ranks, SharedMemoryLink
 
 #: Maximum number of unanswered messages, and bytes of the largest message that goes through shared memory.

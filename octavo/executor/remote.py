@@ -30,11 +30,10 @@ from octavo.executor.channels import SECRET_BYTES, SLOT_BYTES, SLOTS, Broadcast,
 from octavo.executor.executor import Executor, PendingStep, SubmittedStep, WorkerReports, reports_of
 from octavo.executor.worker import WorkerSpec, find_difference, function_name, own_address
 from octavo.executor.worker_loop import FAILED, LOG, StepMessage, WorkerCall, WorkerStart, serve
-from octavo.process.children import (
-    Failure,
+from octavo.process.children import Failure, LogMessage, ProcessorWaits
+from octavo.process.interrupts import HeldInterrupts
+from octavo.process.start_process import (
     LocalConnections,
-    LogMessage,
-    ProcessorWaits,
     how_it_ended,
     is_stopped,
     num_out_of_memory,
@@ -42,7 +41,6 @@ from octavo.process.children import (
     start_process,
     was_killed,
 )
-from octavo.process.interrupts import HeldInterrupts
 
 #: Seconds that the other workers have to answer a message on which one has failed.
 _GRACE = 5.0

@@ -19,7 +19,7 @@ from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepResult
 from octavo.kernels import require_torch
-from octavo.process.children import LocalConnections
+from octavo.process.start_process import LocalConnections
 from octavo.process.startup import ProcessProfile, profile
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from octavo.core.plan import StepPlan
 from octavo.executor.channels import Receiver
 from octavo.executor.executor import reports_of
 from octavo.executor.worker import RankCheck, Worker, WorkerSpec
-from octavo.process.children import Failure, LocalConnections, end_with, send_logs
+from octavo.process.children import Failure, end_with, send_logs
+from octavo.process.start_process import LocalConnections
 
 #: Kinds of answers: to a step or a call, to a failed one (``Failure``), and a ``LogMessage`` in between.
 DONE, FAILED, LOG = 0, 1, 2

@@ -1,1 +1,1 @@
-"""Processes that an engine starts: children, Ctrl-C, start reports, and the sandbox. Read ``children.py`` first."""
+"""Processes that an engine starts: their start and end, Ctrl-C, the sandbox. Read ``start_process.py`` first."""

@@ -121,7 +121,7 @@ _OWN_FAILURES: dict[int, Failure] = {
 
 
 def _start() -> subprocess.Popen[bytes]:
-    from octavo.process.children import start_process  # not needed in the process itself
+    from octavo.process.start_process import start_process  # not needed in the process itself
 
     pipe = subprocess.PIPE
     return start_process("octavo.process.sandbox_process", stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)

@@ -20,7 +20,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.server_options import API_KEYS_VARIABLE, ServerOptions
 from octavo.core.errors import ConfigError
 from octavo.core.garbage import IDLE_INTERVAL, IdleCollector, return_freed_memory, settle_collector
-from octavo.process.children import SECRET_VARIABLES
+from octavo.process.start_process import SECRET_VARIABLES
 from octavo.process.startup import phase, profile, table
 from octavo.server.http.connection import answers_while_loading
 from octavo.server.http.middleware import read_api_keys

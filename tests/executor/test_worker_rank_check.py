@@ -11,8 +11,8 @@ import pytest
 from octavo.config.engine_config import make_config
 from octavo.core.errors import EngineDeadError
 from octavo.core.plan import StepPlan, StepResult
-from octavo.executor import external
-from octavo.executor.external import ExternalLauncherExecutor
+from octavo.executor import uniproc
+from octavo.executor.uniproc import ExternalLauncherExecutor
 from octavo.executor.worker import RankCheck, WorkerSpec, find_difference
 from octavo.models.config_files import read_model_config
 
@@ -41,7 +41,7 @@ class Pair:
             monkeypatch.setenv(name, value)
         self.messages: list[int] = []
         self._said: bytes | None = None
-        monkeypatch.setattr(external, "_gather_equal", self._gather)
+        monkeypatch.setattr(uniproc, "_gather_equal", self._gather)
         config = make_config(
             model=str(model), tensor_parallel_size=2, distributed_executor_backend="external_launcher", **options
         )

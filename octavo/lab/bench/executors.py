@@ -12,7 +12,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult, TableChange
 from octavo.executor.executor import Executor
-from octavo.executor.factory import choose_executor
+from octavo.executor.uniproc import choose_executor
 from octavo.executor.worker import Worker, WorkerSpec
 
 #: Steps that are measured, and those before them.

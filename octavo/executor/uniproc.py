@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,10 +15,11 @@ import msgspec
 from octavo.config.engine_config import EngineConfig
 from octavo.config.options import SpeculativeConfig
 from octavo.core.errors import ConfigError, EngineDeadError, memory_errors
+from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
 from octavo.executor.executor import Executor, PendingStep, SubmittedStep, WorkerReports, reports_of
 from octavo.executor.worker import DIGEST_BYTES, RankCheck, Worker, WorkerSpec, digest, find_difference
-from octavo.kernels import resolve_device
+from octavo.kernels import num_gpus, resolve_device
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -212,3 +215,41 @@ def _gather_equal(data: bytes) -> list[bytes]:
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
     return [part.numpy().tobytes() for part in parts]
+
+
+def make_executor(options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int = 0) -> Executor:
+    """Makes the executor that ``options`` ask for, and starts its workers.
+
+    ``config``: of the model, with the requested context length; ``dtype``: of weights and activations; ``replica``:
+    number of this engine core among the ``data_parallel_size`` ones, which share the machine.
+    """
+    executor = choose_executor(options)(options, WorkerSpec.of(options, config, folder, dtype, replica), replica)
+    try:
+        executor.start()
+    except BaseException:
+        executor.shutdown()
+        raise
+    return executor
+
+
+def choose_executor(options: EngineConfig) -> Callable[[EngineConfig, WorkerSpec, int], Executor]:
+    """The class of the executor that ``options`` ask for; by default, the one that suits the machine."""
+    backend = options.distributed_executor_backend
+    if backend is None:
+        # A replica may see its own GPU alone, which must be set before its process looks for one.
+        alone = options.world_size == 1 and (options.data_parallel_size == 1 or resolve_device(options.device) == "cpu")
+        # Ray may know of more GPUs than this machine has.
+        fits = resolve_device(options.device) == "cpu" or importlib.util.find_spec("ray") is None
+        fits = fits or num_gpus() >= options.world_size * options.data_parallel_size
+        backend = "uni" if alone else "mp" if fits else "ray"
+    if backend == "uni":
+        return UniprocExecutor
+    if backend == "mp":
+        from octavo.executor.remote import MultiprocExecutor
+
+        return MultiprocExecutor
+    if backend == "external_launcher":
+        return ExternalLauncherExecutor
+    from octavo.executor.remote import RayExecutor
+
+    return RayExecutor
