@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from octavo import __version__
 from octavo.config.server_options import FORM_BYTES, ServerOptions
@@ -453,3 +454,44 @@ def _type_name(field: dict[str, Any]) -> str:
 def _details(title: str, rows: Sequence[tuple[str, ...]]) -> str:
     table = "".join(f"<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}" for row in rows)
     return f"<details><summary>{title}</summary><table>{table}</table></details>"
+
+
+class HttpProtocol(H11Protocol):
+    """uvicorn's protocol of one connection, with a limit on the time that the head of a request may take.
+
+    Invariant: while the server answers no request, the client has ``header_timeout`` seconds for a whole head, counted
+    from its first byte (on a new connection: from the connection's begin), or for the rest of a body whose request was
+    refused. Between requests uvicorn's ``timeout_keep_alive`` holds.
+    """
+
+    def __init__(self, *args: Any, header_timeout: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._header_timeout = header_timeout
+        self._head_timer: asyncio.TimerHandle | None = None
+        #: Set when the connection has ended.
+        self.closed = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timer()
+        self.closed.set()
+
+    def _watch_head(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()
+        elif self._head_timer is None:
+            # uvicorn's own way to end an idle connection.
+            self._head_timer = self.loop.call_later(self._header_timeout, self.timeout_keep_alive_handler)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

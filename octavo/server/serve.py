@@ -12,18 +12,18 @@ import resource
 import signal
 import socket
 import ssl
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from octavo.config.engine_config import EngineConfig
-from octavo.config.server_options import API_KEYS_VARIABLE, ServerOptions
+from octavo.config.server_options import API_KEYS_VARIABLE, ServerOptions, names
 from octavo.core.errors import ConfigError
 from octavo.core.garbage import IDLE_INTERVAL, IdleCollector, return_freed_memory, settle_collector
 from octavo.process.start_process import SECRET_VARIABLES
 from octavo.process.startup import phase, profile, table
 from octavo.server.http.connection import answers_while_loading
-from octavo.server.http.middleware import read_api_keys
 
 if TYPE_CHECKING:
     import uvicorn
@@ -92,14 +92,40 @@ def serve(
             writer.stop()
 
 
-def check_plug_ins(options: ServerOptions) -> None:
-    """Checks the classes and adapters that the options name, before a model is loaded."""
-    from octavo.engine.adapters import check_paths, make_resolver
-    from octavo.server.answer_format import ChatFormats
+def read_api_keys(options: ServerOptions, environ: Mapping[str, str]) -> list[str]:
+    """API keys from the environment, the options and the key file; without any, requests need no key."""
+    keys = names(environ.get(API_KEYS_VARIABLE)) + names(options.api_key)
+    path = options.api_key_file
+    if path is not None:
+        try:
+            mode = path.stat().st_mode
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"cannot read api_key_file {path}: {getattr(e, 'strerror', None) or e}") from None
+        if stat.S_ISREG(mode) and mode & stat.S_IROTH:
+            # Not an error: secrets mounted into containers have such permissions.
+            logger.warning("api_key_file %s can be read by every user of this machine", path)
+        from_file = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not from_file:
+            raise ConfigError(f"api_key_file {path} holds no key; write one a line")
+        keys += from_file
+    for key in keys:
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError("an API key must be made of visible ASCII characters")
+    return keys
 
-    check_paths((options.lora_modules or {}).values())
-    make_resolver(options.lora_resolver, options.lora_folder)
-    ChatFormats(options.tool_call_parser, options.reasoning_parser)
+
+def check_plug_ins(options: ServerOptions) -> None:
+    """Checks the classes and adapters that the options name, before a model is loaded; imports nothing if none are."""
+    if options.lora_modules or options.lora_resolver:
+        from octavo.engine.adapters import check_paths, make_resolver
+
+        check_paths((options.lora_modules or {}).values())
+        make_resolver(options.lora_resolver, options.lora_folder)
+    if {options.tool_call_parser, options.reasoning_parser} - {"auto", "none"}:
+        from octavo.server.answer_format import ChatFormats
+
+        ChatFormats(options.tool_call_parser, options.reasoning_parser)
 
 
 @contextlib.contextmanager
@@ -213,7 +239,8 @@ def _make_routes(
 def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.Server:
     import uvicorn
 
-    from octavo.server.http.connection import Acceptor, HttpProtocol, connection_limits
+    from octavo.server.app import HttpProtocol
+    from octavo.server.http.connection import Acceptor, connection_limits
 
     class Server(uvicorn.Server):
         """uvicorn's server with an ``Acceptor``, and without its signal handlers, which exit by the signal."""

@@ -22,8 +22,7 @@ import pytest
 from octavo.config.server_options import ServerOptions
 from octavo.config.sources import resolve_server_options
 from octavo.core.errors import ConfigError
-from octavo.server.http.middleware import read_api_keys
-from octavo.server.serve import listening_socket
+from octavo.server.serve import listening_socket, read_api_keys
 from tests.busy_machine import PATIENCE, eventually
 from tests.server.running_server import Running, Serve
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import os
@@ -16,56 +17,15 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from html import escape
 from socket import socket as Socket
-from typing import Any
-
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from typing import TYPE_CHECKING, Any
 
 from octavo.config.server_options import ServerOptions
 from octavo.process.startup import LOADING
-from octavo.server.http.middleware import network_of
+
+if TYPE_CHECKING:
+    from octavo.server.app import HttpProtocol
 
 logger = logging.getLogger("octavo.server")
-
-
-class HttpProtocol(H11Protocol):
-    """uvicorn's protocol of one connection, with a limit on the time that the head of a request may take.
-
-    Invariant: while the server answers no request, the client has ``header_timeout`` seconds for a whole head, counted
-    from its first byte (on a new connection: from the connection's begin), or for the rest of a body whose request was
-    refused. Between requests uvicorn's ``timeout_keep_alive`` holds.
-    """
-
-    def __init__(self, *args: Any, header_timeout: float, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._header_timeout = header_timeout
-        self._head_timer: asyncio.TimerHandle | None = None
-        #: Set when the connection has ended.
-        self.closed = asyncio.Event()
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch_head()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop_timer()
-        self.closed.set()
-
-    def _watch_head(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_timer()
-        elif self._head_timer is None:
-            # uvicorn's own way to end an idle connection.
-            self._head_timer = self.loop.call_later(self._header_timeout, self.timeout_keep_alive_handler)
-
-    def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
 
 
 #: Descriptors reserved for files of models and adapters, processes, sockets to workers.
@@ -76,6 +36,14 @@ _ACCEPTS_AT_ONCE = 64
 _RETRY = 1.0
 #: Seconds between two log lines about refused connections.
 LOG_INTERVAL = 10.0
+
+
+def network_of(address: str) -> str:
+    """An IPv4 address, or the first 64 bits of an IPv6 address, as a client has all addresses with these bits."""
+    if ":" not in address:
+        return address
+    ip = ipaddress.IPv6Address(address.partition("%")[0])
+    return str(ip.ipv4_mapped or ipaddress.IPv6Network((ip, 64), strict=False))
 
 
 class Acceptor:

@@ -12,7 +12,6 @@ import hmac
 import ipaddress
 import logging
 import re
-import stat
 import threading
 import time
 import zlib
@@ -24,9 +23,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.config.server_options import API_KEYS_VARIABLE, ServerOptions, host_name, names
-from octavo.core.errors import ConfigError
+from octavo.config.server_options import ServerOptions, host_name
 from octavo.process.children import WorkThread
+from octavo.server.http.connection import network_of
 from octavo.server.http.errors import ApiError, as_api_error, server_error
 from octavo.server.logging import log_access, log_fields, new_request_id
 from octavo.server.logging import request_id as current_request_id
@@ -172,37 +171,6 @@ def owner_of(request: Request) -> str:
 def client_of(request: Request) -> str:
     """The sender of a request: its API key's digest, or its network where no key is needed."""
     return owner_of(request) or network_of(request.client.host if request.client else "")
-
-
-def network_of(address: str) -> str:
-    """An IPv4 address, or the first 64 bits of an IPv6 address, as a client has all addresses with these bits."""
-    if ":" not in address:
-        return address
-    ip = ipaddress.IPv6Address(address.partition("%")[0])
-    return str(ip.ipv4_mapped or ipaddress.IPv6Network((ip, 64), strict=False))
-
-
-def read_api_keys(options: ServerOptions, environ: Mapping[str, str]) -> list[str]:
-    """API keys from the environment, the options and the key file; without any, requests need no key."""
-    keys = names(environ.get(API_KEYS_VARIABLE)) + names(options.api_key)
-    path = options.api_key_file
-    if path is not None:
-        try:
-            mode = path.stat().st_mode
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"cannot read api_key_file {path}: {getattr(e, 'strerror', None) or e}") from None
-        if stat.S_ISREG(mode) and mode & stat.S_IROTH:
-            # Not an error: secrets mounted into containers have such permissions.
-            logger.warning("api_key_file %s can be read by every user of this machine", path)
-        from_file = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not from_file:
-            raise ConfigError(f"api_key_file {path} holds no key; write one a line")
-        keys += from_file
-    for key in keys:
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError("an API key must be made of visible ASCII characters")
-    return keys
 
 
 # Which pages of a browser may use the server: checks of each request's Host and of its sender's origin.
