@@ -15,6 +15,7 @@ import re
 import threading
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -41,7 +42,7 @@ _SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _CLOSE = {"Connection": "close"}
 
 
-class Middleware:
+class Middleware(ABC):
     """Middleware of HTTP requests."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -56,9 +57,9 @@ class Middleware:
         except ApiError as e:
             await e.response(scope)(scope, receive, send)
 
+    @abstractmethod
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, passes it on to ``app``, or raises an ``ApiError``, which is sent to the client."""
-        raise NotImplementedError
 
 
 class RequestMiddleware(Middleware):
