@@ -240,8 +240,9 @@ async def embed(request: Request, body: CohereEmbedRequest) -> Response:
     def answer(outputs: list[Pooled]) -> bytes:
         vectors = results(outputs)
         tokens = run.usage()["prompt_tokens"]
-        fields: dict[str, Any] = {"id": run.response_id, "response_type": "embeddings_by_type", "texts": texts}
+        fields: dict[str, Any] = {"id": run.response_id, "response_type": "embeddings_by_type"}
         fields["embeddings"] = {kind: [_encode_vector(vector, kind) for vector in vectors] for kind in kinds}
+        fields["texts"] = texts
         fields["meta"] = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": tokens}}
         return encode_object(fields)
 
