@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / ".site"
-MISSING = ("msgspec", "pydantic", "fastapi", "uvicorn", "pyzmq", "ml_dtypes", "gguf")
+MISSING = ("msgspec", "pydantic", "starlette", "uvicorn", "pyzmq", "ml_dtypes", "gguf")
 #: Installed without their requirements, which the machine has.
 WITHOUT_REQUIREMENTS = ("gguf", "ml_dtypes")
 #: Platform tags of wheels; pip matches each exactly.

@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
 from pydantic import BaseModel
 
 from octavo.cli import chat, generate, reference
-from octavo.cli.flags import HELP, value_kind
+from octavo.cli.flags import value_kind
 from octavo.config.engine_config import PARTS
 from octavo.config.server_options import ServerOptions
 from octavo.config.sources import RESERVED_VARIABLES
-from octavo.core.sampling_params import SamplingParams
+from octavo.core.sampling_params import Parameter, SamplingParams, parameters
 
 RULES = Path(__file__).resolve().parent.parent / "deploy" / "prometheus" / "octavo-rules.yml"
 
@@ -89,16 +88,15 @@ def options() -> str:
     lines.append(SERVER_HEAD)
     lines += _option_rows(ServerOptions)
     lines.append(SAMPLING_HEAD)
-    for parameter in msgspec.structs.fields(SamplingParams):
-        if parameter.name in HELP:
-            defaults = [parameter.default, *(_default(command, parameter) for command in (generate, chat))]
-            lines.append(_row(f"`{parameter.name}`", *map(_code, defaults), HELP[parameter.name]))
+    for parameter in parameters(SamplingParams).values():
+        defaults = [parameter.default, *(_default(command, parameter) for command in (generate, chat))]
+        lines.append(_row(f"`{parameter.name}`", *map(_code, defaults), parameter.description))
     lines.append(VARIABLES_HEAD)
     lines += [_row(f"`{name}`", text) for name, text in RESERVED_VARIABLES.items()]
     return "".join(lines)
 
 
-def _default(command: Any, parameter: msgspec.structs.FieldInfo) -> Any:
+def _default(command: Any, parameter: Parameter) -> Any:
     """The default of a command's flag; a dash where it has none."""
     if parameter.name in getattr(command, "LEAVE_OUT", ()):
         return "-"

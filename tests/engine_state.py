@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import psutil
 
-from octavo import LLM, AsyncLLM
+from octavo import LLM, AsyncLLM, LLMEngine
+from octavo.core.request import EngineCoreRequest
+from octavo.engine.core import EngineCore
+from octavo.engine.local_core import LocalCore
 
 
 def workers_of(llm: LLM) -> list[psutil.Process]:
@@ -17,7 +21,7 @@ def workers_of(llm: LLM) -> list[psutil.Process]:
 
 def client_of(llm: AsyncLLM, replica: int = 0) -> Any:
     """The ``CoreClient`` of a replica."""
-    return llm._replicas.all[replica].client
+    return llm._replicas.all[replica].core
 
 
 def core_process_of(llm: AsyncLLM, replica: int = 0) -> Any:
@@ -31,3 +35,14 @@ def check_nothing_held(llm: LLM) -> None:
     assert core.blocks.state.used == core.blocks.state.host_used == core.blocks.num_tables == 0
     assert not core.scheduler.has_work and not core._in_flight
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def replace_core(llm: LLMEngine) -> None:
+    """Ends the engine's core; a new one goes on, with requests as they would be sent to another process."""
+    files, (replica,) = llm.front_end.files, llm._pump._replicas.all
+    options = llm.core.options
+    llm.core.shutdown()
+    replica.core = LocalCore(EngineCore(options, files.folder))
+    for request in llm.front_end.outputs.open_requests():
+        data = msgspec.msgpack.encode(request.resume())
+        llm.core.scheduler.add(msgspec.msgpack.decode(data, type=EngineCoreRequest))

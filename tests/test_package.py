@@ -14,7 +14,8 @@ import pytest
 import octavo
 import octavo.cli.flags
 from octavo.core import errors
-from octavo.core.sampling_params import FOREIGN_FIELDS, SamplingParams
+from octavo.core.foreign import FOREIGN
+from octavo.core.sampling_params import SamplingParams, parameters
 from tests.busy_machine import PATIENCE, once_in_three
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,8 +71,12 @@ def test_the_error_types_come_without_anything_heavy() -> None:
             ("torch", "gguf", "jinja2", "llguidance", "tokenizers", "yaml"),
         ),
         (
-            "octavo.server.serve, octavo.engine.async_llm, octavo.server.app, octavo.server.http.connection",
-            ("torch", "numpy", "gguf", "llguidance", "yaml", "psutil"),
+            "octavo.server.serve, octavo.engine.async_llm, octavo.server.app, octavo.server.openai.completions",
+            (
+                *("torch", "numpy", "gguf", "llguidance", "yaml", "psutil"),
+                *(f"octavo.server.{name}" for name in ("anthropic", "audio", "cohere", "llamacpp", "pooling")),
+                *("octavo.server.openai.responses", "octavo.server.http.openapi"),
+            ),
         ),
     ],
     ids=["engine core", "server"],
@@ -117,8 +122,8 @@ def test_reference_pages_are_made_from_the_code() -> None:
 
 
 def test_every_sampling_parameter_that_can_be_text_is_documented() -> None:
-    in_python_only = {"logits_processors", "output_kind", *FOREIGN_FIELDS}
-    assert set(octavo.cli.flags.HELP) == set(SamplingParams.__struct_fields__) - in_python_only
+    in_python_only = {"logits_processors", "output_kind", *FOREIGN["SamplingParams"]}
+    assert set(parameters(SamplingParams)) == set(SamplingParams.__struct_fields__) - in_python_only
 
 
 def test_the_requirement_of_torch_is_told_from_those_of_other_packages() -> None:

@@ -9,6 +9,7 @@
 #if defined(__x86_64__) && !defined(OCTAVO_EMULATED)
 #include <cpuid.h>
 #if defined(__linux__)
+#include <cerrno>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -16,13 +17,14 @@
 
 namespace octavo::amx {
 
-enum class State { available, no_instruction, not_enabled_by_system, not_permitted, wrong_results };
+enum class State { available, no_instruction, not_enabled_by_system, small_signal_stack, not_permitted, wrong_results };
 
 inline const char* describe(State state) {
   switch (state) {
     case State::available: return "available";
     case State::no_instruction: return "the processor lacks it";
     case State::not_enabled_by_system: return "the system does not enable it";
+    case State::small_signal_stack: return "a thread has a signal stack that is too small for its registers (sigaltstack)";
     case State::not_permitted: return "the system does not permit it (Linux before 5.16, or a filter of system calls)";
     case State::wrong_results: return "its products differ from the specification";
   }
@@ -31,8 +33,10 @@ inline const char* describe(State state) {
 
 #if defined(OCTAVO_EMULATED)
 inline State state() { return State::available; }
-#elif !defined(__x86_64__) || !defined(__linux__)
+inline void warm_up() {}
+#elif !defined(__x86_64__) || !defined(__linux__) || defined(OCTAVO_NO_AMX)  // the assembler does not know it
 inline State state() { return State::no_instruction; }
+inline void warm_up() {}
 #else
 
 // Asks the system for permission. It holds for all threads of the process, and for its children by fork; not after exec.
@@ -46,7 +50,8 @@ inline State request() {
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   if ((low >> 17 & 3) != 3) return State::not_enabled_by_system;  // the states of configuration and data
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
-  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0 ? State::available : State::not_permitted;
+  if (syscall(SYS_arch_prctl, kRequest, kTileData) == 0) return State::available;
+  return errno == ENOSPC ? State::small_signal_stack : State::not_permitted;
 }
 
 // Whether a product of tiles of pseudorandom bfloat16, some of them subnormal, has the bits of the emulation.
@@ -94,6 +99,17 @@ inline State state() {
     return asked == State::available && !computes_as_specified() ? State::wrong_results : asked;
   }();
   return found;
+}
+
+// Uses a tile of this thread once. At the first use the system makes room for the thread's tiles, some 20 us, which a
+// thread of the pool spends before its first step.
+inline void warm_up() {
+  if (state() != State::available) return;
+  Config config;
+  config.set(0, 16, 64);
+  configure(config);
+  zero<0>();
+  release();
 }
 #endif
 

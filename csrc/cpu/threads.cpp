@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "amx_state.hpp"
 #include "denormals.hpp"
 #include "processors.hpp"
 
@@ -195,6 +196,7 @@ struct ThreadPool::State {
     const auto mode = DenormalMode::flushed();
     allow(processors);
     shares[thread].identity.set();
+    amx::warm_up();
     int spins = 0;
     bool swapped = false;  // since the last loop
     Fetching fetching(shares[thread]);
@@ -260,6 +262,7 @@ void ThreadPool::resize(int size, bool pin) {
   s.pinned = pin;
   s.shares = std::vector<Share>(s.size);
   const uint32_t seen = s.loop;
+  amx::warm_up();
   const Processors all = allowed_processors();
   for (int i = 1; i < s.size; ++i) {
     const Processors own = pin ? only(all, i) : all;

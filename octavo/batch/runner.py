@@ -23,7 +23,7 @@ from octavo.config.server_options import ServerOptions
 from octavo.core.errors import ConfigError, OctavoError
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.app import make_app
-from octavo.server.http.errors import unsupported
+from octavo.server.http.errors import as_api_error, unsupported
 from octavo.server.logging import new_request_id
 from octavo.server.metrics import Metrics
 from octavo.server.serve import check_plug_ins
@@ -380,7 +380,7 @@ class _Runner:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             streams = False  # the route refuses the body
         if streams:
-            refusal = unsupported("stream", "a batch cannot be streamed")
+            refusal = as_api_error(unsupported("stream", "a batch cannot be streamed"))
             response = Response(refusal.status, new_request_id(), msgspec.Raw(refusal.body()))
             return Result(new_id(), row.custom_id, response, None)
         # 503: the replica that had the request has died.

@@ -30,7 +30,6 @@ from octavo.cli.chat_lines import (
     read_messages,
     summary,
 )
-from octavo.cli.flags import HELP as MEANINGS
 from octavo.cli.flags import (
     add_engine_flags,
     add_lora_flag,
@@ -49,7 +48,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError, OctavoError, did_you_mean
 from octavo.core.files import read_bounded
 from octavo.core.request import LoRARequest, TokensPrompt
-from octavo.core.sampling_params import DefaultMaxTokens, RequestOutputKind, SamplingParams
+from octavo.core.sampling_params import DefaultMaxTokens, RequestOutputKind, SamplingParams, parameters
 from octavo.loader.builtin import BUILTIN
 
 if TYPE_CHECKING:
@@ -352,7 +351,7 @@ def record_interrupts() -> Iterator[list[int]]:
 #: Sampling parameters without meaning in a conversation.
 LEAVE_OUT = ("n", "best_of", "logprobs", "logprob_token_ids", "prompt_logprobs", "detokenize")
 #: Sampling parameters of ``/set``.
-SETTINGS = {name: meaning for name, meaning in MEANINGS.items() if name not in LEAVE_OUT}
+SETTINGS = {name: each.description for name, each in parameters(SamplingParams).items() if name not in LEAVE_OUT}
 
 
 @dataclass(frozen=True)

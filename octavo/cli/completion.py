@@ -6,6 +6,7 @@ import argparse
 import re
 import textwrap
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from octavo.cli.main import COMMANDS, load_command
 from octavo.cli.parsing import Arguments, Parser
@@ -90,16 +91,16 @@ def _values(metavar: object) -> list[str]:
 
 
 def bash(nodes: dict[str, Node]) -> str:
-    return _fill(BASH, nodes, "words='{words}' flags='{flags}'", "values='{}'")
+    return _fill("bash", nodes, "words='{words}' flags='{flags}'", "values='{}'")
 
 
 def zsh(nodes: dict[str, Node]) -> str:
     """A script for zsh: a file in a folder of ``fpath``, or sourced after compinit."""
-    return _fill(ZSH, nodes, "offered=({words}) flags=({flags})", "values=({})")
+    return _fill("zsh", nodes, "offered=({words}) flags=({flags})", "values=({})")
 
 
 def fish(nodes: dict[str, Node]) -> str:
-    lines = [FISH.replace("@KINDS@", " ".join(_kinds(nodes)))]
+    lines = [_template("fish").rstrip("\n").replace("@KINDS@", " ".join(_kinds(nodes)))]
     for name, text in COMMANDS.items():
         lines.append(f"complete -c octavo -n __octavo_at -a {name} -d {_quoted(text)}")
     for path, node in nodes.items():
@@ -114,7 +115,11 @@ def fish(nodes: dict[str, Node]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fill(script: str, nodes: dict[str, Node], words: str, values: str) -> str:
+def _template(shell: str) -> str:
+    return (Path(__file__).parent / "completions" / f"octavo.{shell}").read_text(encoding="utf-8")
+
+
+def _fill(shell: str, nodes: dict[str, Node], words: str, values: str) -> str:
     """Inserts each command's code: templates of its ``words`` and flags, and of the ``values`` of the flag before."""
     cases = []
     for path, node in nodes.items():
@@ -127,7 +132,7 @@ def _fill(script: str, nodes: dict[str, Node], words: str, values: str) -> str:
                 flags_by_values.setdefault(" ".join(flag.values) or "@", []).append(flag.name)
         cases += [f"        ({'|'.join(names)}) {values.format(of)} ;;" for of, names in flags_by_values.items()]
         cases.append("      esac ;;")
-    return script.replace("@KINDS@", "|".join(_kinds(nodes))).replace("@CASES@", "\n".join(cases))
+    return _template(shell).replace("@KINDS@", "|".join(_kinds(nodes))).replace("@CASES@", "\n".join(cases))
 
 
 def _kinds(nodes: dict[str, Node]) -> list[str]:
@@ -142,78 +147,5 @@ def _words(path: str, node: Node) -> str:
 def _quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
-
-# Bash takes the = of --flag=value as a word of its own.
-BASH = """\
-# Completions of octavo, made by: octavo completion bash
-_octavo_files() {
-  local file
-  [ ${#COMPREPLY[@]} -gt 0 ] || compopt -o filenames 2>/dev/null
-  while IFS= read -r file; do COMPREPLY+=("$file"); done < <(compgen -f -- "$1")
-}
-_octavo() {
-  local current=${COMP_WORDS[COMP_CWORD]} before= at= words= flags= values= word index=$((COMP_CWORD-1))
-  COMPREPLY=()
-  if [ "$current" = = ]; then current=; elif [ "${COMP_WORDS[index]}" = = ]; then index=$((index-1)); fi
-  [ "$index" -gt 0 ] && before=${COMP_WORDS[index]}
-  for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
-    if [ -z "$at" ]; then at=$word; else case "$at $word" in @KINDS@) at="$at $word" ;; esac; fi
-  done
-  case "$at" in
-@CASES@
-  esac
-  if [ "$values" = @ ]; then _octavo_files "$current"
-  elif [ -n "$values" ]; then COMPREPLY=($(compgen -W "$values" -- "$current"))
-  else
-    case "$current" in
-      -*) COMPREPLY=($(compgen -W "$flags" -- "$current")) ;;
-      *) COMPREPLY=($(compgen -W "$words" -- "$current"))
-         [ -z "$at" ] || _octavo_files "$current" ;;
-    esac
-  fi
-}
-complete -F _octavo octavo
-"""
-
-# compinit reads the file as the function's body when it is first asked for, which defines the function and calls it.
-ZSH = """\
-#compdef octavo
-# Completions of octavo, made by: octavo completion zsh
-_octavo() {
-  local at= before=$words[CURRENT-1] word
-  local -a offered flags values
-  for word in "${(@)words[2,CURRENT-1]}"; do
-    if [[ -z $at ]]; then at=$word; else case "$at $word" in (@KINDS@) at="$at $word" ;; esac; fi
-  done
-  [[ $words[CURRENT] == --*=* ]] && before=${words[CURRENT]%%=*} && compset -P '*='
-  case $at in
-@CASES@
-  esac
-  if [[ $values == @ ]]; then _files
-  elif (( $#values )); then compadd -a values
-  elif [[ $words[CURRENT] == -* ]]; then compadd -a flags
-  else
-    compadd -a offered
-    [[ -z $at ]] || _files
-  fi
-}
-if [[ $funcstack[1] == _octavo ]]; then _octavo "$@"; else compdef _octavo octavo; fi
-"""
-
-FISH = """\
-# Completions of octavo, made by: octavo completion fish
-function __octavo_at
-    set -l at
-    set -l words (commandline -opc)
-    for word in $words[2..]
-        if test -z "$at"
-            set at $word
-        else if contains -- "$at $word" @KINDS@
-            set at "$at $word"
-        end
-    end
-    test "$at" = "$argv"
-end
-complete -c octavo -f"""
 
 SHELLS = {"bash": bash, "zsh": zsh, "fish": fish}

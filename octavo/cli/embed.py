@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.cli.flags import add_engine_flags, add_verbose_flag, take_engine_config
-from octavo.cli.inputs import TextRow, TextSource, for_output, require_pyarrow
+from octavo.cli.inputs import TEXT_KEYS, Rows, TextRow, for_output, open_rows, require_pyarrow
 from octavo.cli.parsing import (
     EXIT_FAILED,
     Arguments,
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 
 #: Rows of a row group of a Parquet file, held until it is full.
 _GROUP = 4096
-#: Bytes of a .npy file's header: a multiple of 64.
-_NPY_HEADER = 128
 
 
 class VectorFile(ABC):
@@ -91,10 +88,9 @@ class Npy(VectorFile):
         self._write_header()
 
     def _write_header(self) -> None:
-        shape = f"({self._rows}, {self._dimensions})"
-        text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
-        length = _NPY_HEADER - 10
-        self._stream.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n")
+        """NumPy leaves room for any number of rows, so that the header can be written again."""
+        header = {"descr": "<f4", "fortran_order": False, "shape": (self._rows, self._dimensions)}
+        np.lib.format.write_array_header_1_0(self._stream, header)
 
 
 class Parquet(VectorFile):
@@ -224,7 +220,7 @@ def read_truncate(arguments: Arguments) -> int | None:
 
 def run(arguments: Arguments) -> int:
     config = take_engine_config(arguments, more_words=True)
-    source = make_source(arguments.words, arguments.input, arguments.column, "--input")
+    source = _open_texts(arguments, arguments.input, "--input")
     check_output(arguments.output, source.file)
     with errors_of_the_call():
         params = PoolingParams(
@@ -244,7 +240,7 @@ def run(arguments: Arguments) -> int:
         figures.load_seconds, start = time.monotonic() - start, time.monotonic()
         shows_bar = sys.stderr.isatty() and not (arguments.output is None and sys.stdout.isatty())
         with Progress(shows_bar, total, 0) as progress:
-            for row, result in embed(engine, source, params, arguments.prompt_name):
+            for row, result in embed(engine, source.texts(), params, arguments.prompt_name):
                 assert isinstance(result.outputs, PoolingOutput)
                 error = result.outputs.error
                 output.write(row, result.outputs.data, error)
@@ -257,15 +253,9 @@ def run(arguments: Arguments) -> int:
     return EXIT_FAILED if figures.failed else 0
 
 
-def make_source(words: list[str], file: str | None, column: str | None, flag: str) -> TextSource:
-    """The texts: words and the file of ``flag``; without both, standard input if it is piped."""
-    if file is None and not words and not sys.stdin.isatty():
-        file = "-"
-    if file is None and not words:
-        raise ConfigError(f"no text given: name some after the model, or use {flag} FILE or standard input")
-    source = TextSource(words, file, column)
-    source.check()
-    return source
+def _open_texts(arguments: Arguments, file: str | None, flag: str) -> Rows:
+    keys = TEXT_KEYS if arguments.column is None else (arguments.column,)
+    return open_rows(arguments.words, file, keys, what="text", flag=flag)
 
 
 def _check(files: ModelFiles, params: PoolingParams, prompt_name: str | None) -> int:
@@ -394,9 +384,9 @@ def rerank(arguments: Arguments) -> int:
     check_range(arguments, "top_n")
     config = take_engine_config(arguments, more_words=True)
     params = PoolingParams(truncate_prompt_tokens=read_truncate(arguments))
-    source = make_source(arguments.words, arguments.documents, arguments.column, "--documents")
+    source = _open_texts(arguments, arguments.documents, "--documents")
     with json_output(arguments) as json_out:
-        rows = list(source)
+        rows = list(source.texts())
         errors = {row.index: row.error for row in rows if row.error is not None}
         errors |= {row.index: "a document must be a text" for row in rows if isinstance(row.text, list)}
         good = [row for row in rows if row.index not in errors]

@@ -20,8 +20,9 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.options import Sizes
 from octavo.config.sources import configured_model, parse_option, resolve_config
 from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError
-from octavo.core.request import FOREIGN_OPTIONS, OTHER_NAMES, LoRARequest
-from octavo.core.sampling_params import SamplingParams, defaults_beside
+from octavo.core.foreign import FOREIGN_OPTIONS, OTHER_NAMES
+from octavo.core.request import LoRARequest
+from octavo.core.sampling_params import BeamSearchParams, Parameter, SamplingParams, defaults_beside, parameters
 
 PREFIX = "engine"
 #: Options in ``--help``; ``--help all`` shows the others too.
@@ -212,44 +213,11 @@ COMMON_PARAMETERS = frozenset(
     }
 )
 
-#: Help of each field that has a flag.
-HELP = {
-    "n": "completions of each prompt",
-    "best_of": "sample this many completions and return the n with the highest cumulative logprob; default: n",
-    "presence_penalty": "subtracted from the logit of every token already generated, once each",
-    "frequency_penalty": "subtracted once for each time that a token was generated",
-    "repetition_penalty": "divides positive (multiplies negative) logits of tokens in prompt or output; 1 is off",
-    "temperature": "divides the logits: less is more predictable; 0 always takes the most likely token",
-    "top_p": "keep the smallest set of most likely tokens whose probability reaches this; 1 is off",
-    "top_k": "keep this many of the most likely tokens; 0 or -1 is off",
-    "min_p": "drop tokens less likely than this share of the most likely one's probability; 0 is off",
-    "seed": "fixes the request's random numbers; default: drawn from the seed of the engine",
-    "stop": "text that ends the answer; may be given several times",
-    "stop_token_ids": "token ids that end the answer, as in 13,198",
-    "bad_words": "word that is never generated; may be given several times",
-    "include_stop_str_in_output": "keep the stop text in the answer",
-    "ignore_eos": "go on after the end-of-sequence token",
-    "max_tokens": "most tokens to generate, refused if the context has no room for them (the default is cut there); "
-    "none: as many as it allows",
-    "min_tokens": "no end token, not even an ignored one, and no stop token before this many tokens",
-    "logprobs": "logprobs of this many most likely tokens at each position, and of the chosen one (shown by --json)",
-    "logprob_token_ids": "token ids whose logprobs are returned in place of the most likely ones', as in 13,198",
-    "prompt_logprobs": "logprobs of this many most likely tokens at each position of the prompt",
-    "detokenize": "turn token ids into text",
-    "skip_special_tokens": "leave special tokens out of the text",
-    "logit_bias": 'added to the logits of tokens, as in {"13": -5.0}',
-    "extra_args": 'arguments of logits processors that --logits-processors loads, as in {"scale": 0.5}',
-    "thinking_token_budget": "most tokens of reasoning, of models that mark it; -1: no limit",
-    "truncate_prompt_tokens": "keep only this many last tokens of a prompt; -1: as many as leave room for max_tokens",
-    "structured_outputs": 'constraint on the answer, as in {"regex": "[0-9]+"}; others are json, choice, grammar',
-    "allowed_token_ids": "only these token ids may be generated, as in 13,198",
-}
-
 
 def add_sampling_flags(
     parser: Parser, *, defaults: Mapping[str, Any] | None = None, leave_out: Collection[str] = ()
 ) -> None:
-    """Adds a flag for each parameter of ``HELP``; unset parameters are absent from the arguments.
+    """Adds a flag for each parameter; unset parameters are absent from the arguments.
 
     ``defaults``: the command's defaults in place of the fields' own.
     """
@@ -257,21 +225,9 @@ def add_sampling_flags(
         "sampling options",
         "A default of the model's own (see --generation-config) comes before the one shown here.",
     )
-    for field in msgspec.structs.fields(SamplingParams):
-        if field.name not in HELP or field.name in leave_out:
-            continue
-        if field.name not in COMMON_PARAMETERS:
-            parser.rare.add(f"{SAMPLING_PREFIX}:{field.name}")
-        default = (defaults or {}).get(field.name, field.default)
-        if default is None and field.default is not None:
-            default = "none"
-        group.add_argument(
-            _flag(field.name),
-            dest=f"{SAMPLING_PREFIX}:{field.name}",
-            default=argparse.SUPPRESS,
-            help=help_text(HELP[field.name], default),
-            **_argument_options(field.type),
-        )
+    declared = {name: each for name, each in parameters(SamplingParams).items() if name not in leave_out}
+    parser.rare |= {f"{SAMPLING_PREFIX}:{name}" for name in declared if name not in COMMON_PARAMETERS}
+    add_parameters(group, declared, defaults or {})
     constraints = group.add_mutually_exclusive_group()
     for name, constraint, kind, metavar, text in (
         ("--json-schema", "json", _read_text, "FILE", "the answer is JSON of the schema in this file"),
@@ -315,18 +271,24 @@ def add_beam_flags(parser: Parser) -> None:
         "beam search options",
         "With --beam-width, other sampling options are refused, unless beam search has them too.",
     )
-    flags: dict[str, dict[str, Any]] = {
-        "beam_width": {"type": int, "metavar": "N", "help": "beams, and answers, best first"},
-        "length_penalty": {"type": float, "metavar": "X", "help": "above 0 favours long answers (default: 1.0)"},
-        "early_stopping": {
-            "type": _early_stopping,
-            "metavar": "true|false|never",
-            "help": "when to end: at N complete answers, when no beam scores better now, or when none can (default: "
-            "false)",
-        },
-    }
-    for name, options in flags.items():
-        group.add_argument(_flag(name), dest=f"{SAMPLING_PREFIX}:{name}", default=argparse.SUPPRESS, **options)
+    shared = parameters(SamplingParams)
+    add_parameters(group, {name: each for name, each in parameters(BeamSearchParams).items() if name not in shared})
+
+
+def add_parameters(group: Any, declared: Mapping[str, Parameter], defaults: Mapping[str, Any] | None = None) -> None:
+    """Adds a flag for each declared parameter; ``defaults`` are shown in place of the parameters' own."""
+    for name, each in declared.items():
+        own = None if each.default is msgspec.NODEFAULT else each.default
+        default = (defaults or {}).get(name, own)
+        if default is None and own is not None:
+            default = "none"
+        group.add_argument(
+            _flag(name),
+            dest=f"{SAMPLING_PREFIX}:{name}",
+            default=argparse.SUPPRESS,
+            help=help_text(each.description, default),
+            **_argument_options(each),
+        )
 
 
 def read_sampling_params(arguments: Arguments, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -335,36 +297,36 @@ def read_sampling_params(arguments: Arguments, defaults: Mapping[str, Any] | Non
 
 
 def read_value(name: str, text: str) -> Any:
-    """Parses a parameter of ``HELP``; several texts are a JSON list."""
-    kind = next(field.type for field in msgspec.structs.fields(SamplingParams) if field.name == name)
-    kinds = typing.get_args(kind) or (kind,)
-    if text.lower() == "none" and type(None) in kinds:
+    """Parses a parameter; several texts are a JSON list."""
+    declared = parameters(SamplingParams)[name]
+    if text.lower() == "none" and declared.optional:
         return None
     try:
-        if bool in kinds:
+        if bool in declared.types:
             return {"true": True, "on": True, "false": False, "off": False}[text.lower()]
-        if list[str] in kinds:
+        if list[str] in declared.types:
             return json.loads(text) if text.startswith("[") else [text]
-        return _argument_options(kind)["type"](text)
+        return _argument_options(declared)["type"](text)
     except (ValueError, KeyError, RecursionError, argparse.ArgumentTypeError):
         nouns = {bool: "true or false", int: "an integer", float: "a number", list[int]: "token ids, as in 13,198"}
-        noun = next((noun for each, noun in nouns.items() if each in kinds), "JSON")
-        raise InvalidRequestError(f"{name} takes {noun}, not {text!r}: {HELP[name]}") from None
+        noun = next((noun for each, noun in nouns.items() if each in declared.types), "JSON")
+        raise InvalidRequestError(f"takes {noun}, not {text!r}: {declared.description}", path=name) from None
 
 
-def _argument_options(kind: Any) -> dict[str, Any]:
-    """Keywords of ``add_argument`` for a type."""
-    if kind is bool:
+def _argument_options(declared: Parameter) -> dict[str, Any]:
+    """Keywords of ``add_argument`` for the types of a parameter."""
+    types = declared.types
+    if types == (bool,):
         return {"action": argparse.BooleanOptionalAction}
-    kinds = typing.get_args(kind) or (kind,)
-    optional = type(None) in kinds
-    if int in kinds:
-        return {"type": _optional_integer if optional else int, "metavar": "N"}
-    if float in kinds:
+    if bool in types:
+        return {"type": _early_stopping, "metavar": "true|false|never"}
+    if int in types:
+        return {"type": _optional_integer if declared.optional else int, "metavar": "N"}
+    if float in types:
         return {"type": float, "metavar": "X"}
-    if list[int] in kinds:
+    if list[int] in types:
         return {"type": _integers, "metavar": "ID,..."}
-    if list[str] in kinds:
+    if list[str] in types:
         return {"action": "append", "metavar": "TEXT"}
     return {"type": _json_object, "metavar": "JSON"}
 

@@ -56,9 +56,9 @@ examples:
   echo "Once upon a time" | octavo generate smollm2-135m
 
 A file of prompts holds one text a line, or one JSON object a line: "prompt", "prompt_token_ids" or "messages", and
-"priority", "user", "ttft_target", "tpot_target", sampling and beam search parameters of its own. With --json, one line
-a request is written, in the order of the prompts, and a last line {"summary": ...}. If a prompt cannot be served, the
-others are answered and the exit code is 1.
+"priority", "user", "ttft_target", "tpot_target", sampling and beam search parameters of its own; or it is a Parquet
+file with a column "prompt". With --json, one line a request is written, in the order of the prompts, and a last line
+{"summary": ...}. If a prompt cannot be served, the others are answered and the exit code is 1.
 """
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import codecs
-import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -23,6 +22,200 @@ from octavo.core.sampling_params import BeamSearchParams, SamplingParams, defaul
 if TYPE_CHECKING:
     from octavo.engine.input_processor import InputProcessor
     from octavo.images.processors import ProcessedImage
+
+
+# ---- rows of text: words of the command line, lines of a file, JSON lines, rows of a Parquet file
+
+#: Keys of JSON lines and columns of Parquet files: the text, and its id.
+TEXT_KEYS = ("text", "prompt", "input")
+ID_KEYS = ("id", "_id", "custom_id")
+#: Rows of a Parquet file to read at once.
+_BATCH = 1024
+
+
+class NotTextError(InvalidRequestError):
+    """A line is not UTF-8 text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a command's input."""
+
+    index: int
+    #: A text, an object with one, or the error that prevents the row.
+    content: str | dict[str, Any] | InvalidRequestError
+    #: As it stands in the file.
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TextRow:
+    """One text, or the error that prevents it."""
+
+    index: int
+    #: Text or token ids; empty if there is an error.
+    text: str | list[int] = ""
+    #: The id in the file, None if it has none.
+    id: Any = None
+    error: str | None = None
+
+
+class Rows:
+    """Rows of a command's input. They are read as they are needed, so that a file can have any size."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        file: str | None = None,
+        keys: Sequence[str] = TEXT_KEYS,
+        ids: Sequence[str] = ID_KEYS,
+    ) -> None:
+        """``file``: a path, ``-`` for standard input, or None. ``keys``, ``ids``: of an object's text, of its id."""
+        self.words, self.file, self.keys, self.ids = words, file, keys, ids
+        self._is_parquet = file is not None and file.endswith(".parquet")
+
+    def check(self) -> None:
+        """Refuses a file that cannot be read, before a model is loaded."""
+        if self.file is None or self.file == "-":
+            return
+        if not Path(self.file).is_file():
+            raise ConfigError(f"cannot read {self.file}: there is no such file")
+        if self._is_parquet:
+            require_pyarrow(self.file)
+
+    def count(self) -> int | None:
+        """The number of rows; None for standard input."""
+        if self.file is None:
+            return len(self.words)
+        if self.file == "-":
+            return None
+        if self._is_parquet:
+            with _parquet(self.file) as source:
+                return len(self.words) + int(source.metadata.num_rows)
+        with _opened(self.file) as stream:
+            return len(self.words) + sum(1 for line in stream if line.strip())
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows in order; an invalid one carries its error and does not affect the others."""
+        yield from (Row(index, word) for index, word in enumerate(self.words))
+        if self.file is not None:
+            read = self._read_parquet if self._is_parquet else self._read_lines
+            yield from read(self.file, len(self.words))
+
+    def texts(self) -> Iterator[TextRow]:
+        """The rows as texts or token ids."""
+        for row in self:
+            index, content = row.index, row.content
+            if isinstance(content, str):
+                yield TextRow(index, content)
+            elif isinstance(content, InvalidRequestError):
+                yield TextRow(index, error=str(content))
+            else:
+                name = next((content[key] for key in self.ids if content.get(key) is not None), None)
+                present = [key for key in self.keys if key in content]
+                keys = [key for key in present if content[key] is not None] or present
+                if len(keys) != 1:
+                    has = ", ".join(content) or "nothing"
+                    error = f"the line needs one of {', '.join(self.keys)}, and has {has}"
+                    yield TextRow(index, id=name, error=error)
+                elif isinstance(value := content[keys[0]], str) or _are_token_ids(value):
+                    yield TextRow(index, value, name)
+                else:
+                    error = f"{keys[0]} must be a text or a list of token ids, not {value!r}"[:200]
+                    yield TextRow(index, id=name, error=error)
+
+    def _read_lines(self, file: str, start: int) -> Iterator[Row]:
+        with _opened(file) as stream:
+            lines = (line for line in stream if line.strip())
+            first = next(lines, b"").removeprefix(codecs.BOM_UTF8)
+            is_json = file.endswith((".jsonl", ".ndjson"))
+            if not is_json and not file.endswith(".txt"):
+                content = _parse(first)
+                is_json = isinstance(content, dict) and any(key in content for key in self.keys)
+            for index, line in enumerate(chain([first] if first else [], lines), start):
+                try:
+                    text = line.decode().rstrip("\r\n")
+                except UnicodeDecodeError as e:
+                    yield Row(index, NotTextError(f"the line is not UTF-8 text: {e}"))
+                else:
+                    yield Row(index, _parse(line) if is_json else text, text)
+
+    def _read_parquet(self, file: str, start: int) -> Iterator[Row]:
+        with _parquet(file) as source:
+            columns = source.schema_arrow.names
+            keys = [key for key in self.keys if key in columns]
+            if len(keys) != 1:
+                raise ConfigError(
+                    f"{file} must have one of the columns {', '.join(self.keys)}, and has {', '.join(columns)}; "
+                    "--column names another"
+                )
+            names = [keys[0], *[key for key in self.ids if key in columns][:1]]
+            for batch in source.iter_batches(_BATCH, columns=names):
+                yield from (Row(index, row) for index, row in enumerate(batch.to_pylist(), start))
+                start += batch.num_rows
+
+
+def open_rows(
+    words: Sequence[str], file: str | None, keys: Sequence[str], ids: Sequence[str] = ID_KEYS, *, what: str, flag: str
+) -> Rows:
+    """The rows of words and the file of ``flag``; without both, standard input if it is piped."""
+    if file is None and not words and not sys.stdin.isatty():
+        file = "-"
+    if file is None and not words:
+        raise ConfigError(f"no {what} given: name some after the model, or use {flag} FILE or standard input")
+    rows = Rows(words, file, keys, ids)
+    rows.check()
+    return rows
+
+
+def _are_token_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(token, int) for token in value)
+
+
+def _parse(line: bytes) -> str | dict[str, Any] | InvalidRequestError:
+    """A JSON line."""
+    try:
+        content = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        return InvalidRequestError(f"the line is not valid JSON: {e}")
+    if isinstance(content, (str, dict)):
+        return content
+    shown = line[:80].decode(errors="replace").strip()
+    return InvalidRequestError(f"the line must be a JSON object or a text, not {shown}")
+
+
+def require_pyarrow(file: str) -> None:
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as e:
+        raise ConfigError(f"{file}: Parquet files need pyarrow ({e}): {pip_install('pyarrow')}") from None
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[IO[bytes]]:
+    if file == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        stream = Path(file).open("rb")  # noqa: SIM115  closed below, outside of this try
+    except OSError as e:
+        raise ConfigError(f"cannot read {file}: {e.strerror}") from None
+    with stream:
+        yield stream
+
+
+@contextmanager
+def _parquet(file: str) -> Iterator[Any]:
+    require_pyarrow(file)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        source = pq.ParquetFile(file)
+    except (pa.ArrowInvalid, OSError) as e:
+        raise ConfigError(f"cannot read {file}: it is no Parquet file: {e}") from None
+    with source:
+        yield source
 
 
 # ---- prompts of ``octavo generate``
@@ -121,50 +314,29 @@ def read_jobs(
         as_chat: texts are questions of a conversation.
         options: a JSON line overrides them.
     """
-    params = _make_params(sampling)
-    if file is None and not words and not sys.stdin.isatty():
-        file = "-"
-    example = Job(0, "", params, options=options)
-    jobs = [_from_text(example, word, index, as_chat) for index, word in enumerate(words)]
-    if file is not None:
-        lines = [line for line in _read_lines(file) if line.strip()]
-        is_json = file.endswith((".jsonl", ".ndjson")) or _looks_like_json_lines(lines)
-        for index, line in enumerate(lines, start=len(jobs)):
-            if is_json:
-                jobs.append(_from_json(example, line, index, as_chat, sampling))
-            else:
-                jobs.append(_from_text(example, line, index, as_chat))
+    example = Job(0, "", _make_params(sampling), options=options)
+    jobs = []
+    for row in open_rows(words, file, _PROMPT_KEYS, ids=(), what="prompt", flag="--input"):
+        if isinstance(row.content, NotTextError):
+            raise ConfigError(f"cannot read prompts from {file}: {row.content}")
+        if isinstance(row.content, str):
+            jobs.append(_from_text(example, row.content, row.index, as_chat))
+        else:
+            jobs.append(_from_object(example, row, as_chat, sampling))
     if not jobs:
-        raise ConfigError("no prompt given: name some after the model, or use --input FILE or standard input")
+        raise ConfigError(f"no prompt given: {file or 'standard input'} is empty")
     return jobs
-
-
-def _read_lines(file: str) -> list[str]:
-    try:
-        if file == "-":
-            return sys.stdin.buffer.read().decode("utf-8").splitlines()
-        return Path(file).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise ConfigError(f"cannot read prompts from {file}: it is not UTF-8 text") from None
-    except OSError as e:
-        raise ConfigError(f"cannot read prompts from {file}: {e.strerror}") from None
-
-
-def _looks_like_json_lines(lines: Iterable[str]) -> bool:
-    try:
-        first = json.loads(next(iter(lines), ""))
-    except ValueError:
-        return False
-    return isinstance(first, dict) and any(key in first for key in _PROMPT_KEYS)
 
 
 def _make_params(values: Mapping[str, Any]) -> SamplingParams | BeamSearchParams:
     beam_width, fields = values.get("beam_width"), BeamSearchParams.__struct_fields__
     for name in values:
         if beam_width is not None and name not in fields:
-            raise InvalidRequestError(f"{name} is not of beam search (beam_width {beam_width}): {', '.join(fields)}")
+            raise InvalidRequestError(
+                f"is not of beam search (beam_width {beam_width}): {', '.join(fields)}", path=name
+            )
         if beam_width is None and name in _BEAM_KEYS[1:]:
-            raise InvalidRequestError(f"{name} is of beam search only: give beam_width with it")
+            raise InvalidRequestError("is of beam search only: give beam_width with it", path=name)
     if beam_width is not None:
         return BeamSearchParams(**values)
     return SamplingParams(**{name: value for name, value in values.items() if name != "beam_width"})
@@ -174,9 +346,10 @@ def _from_text(example: Job, text: str, index: int, as_chat: bool) -> Job:
     return replace(example, index=index, prompt=text, messages=[{"role": "user", "content": text}] if as_chat else None)
 
 
-def _from_json(example: Job, line: str, index: int, as_chat: bool, sampling: Mapping[str, Any]) -> Job:
+def _from_object(example: Job, row: Row, as_chat: bool, sampling: Mapping[str, Any]) -> Job:
+    index = row.index
     try:
-        key, value, fields = _parse_line(line)
+        key, value, fields = _split_object(row.content)
         options = options_from_keywords(
             "a line", {key: fields.pop(key) for key in _OPTION_KEYS if key in fields}, example.options
         )
@@ -185,24 +358,20 @@ def _from_json(example: Job, line: str, index: int, as_chat: bool, sampling: Map
         if key == "prompt" and isinstance(value, str):
             return _from_text(job, value, index, as_chat)
         if key in ("prompt_token_ids", "encoder_prompt") and as_chat:
-            raise InvalidRequestError(f"{key} cannot pass through a chat template; leave out --chat")
+            raise InvalidRequestError("cannot pass through a chat template; leave out --chat", path=key)
         if key == "encoder_prompt":
             return replace(job, prompt=value)
         if key == "prompt" or not isinstance(value, list):
-            raise InvalidRequestError(f"{key} must be a {'text' if key == 'prompt' else 'list'}, not {value!r}")
+            raise InvalidRequestError(f"must be a {('text' if key == 'prompt' else 'list')}", path=key, got=value)
     except InvalidRequestError as e:
-        return replace(example, index=index, prompt=line, error=str(e))
+        return replace(example, index=index, prompt=row.line, error=str(e))
     return replace(job, prompt="", messages=value) if key == "messages" else job
 
 
-def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:
-    """(key of the prompt, its value, sampling parameters and options) of a JSON line."""
-    try:
-        content = msgspec.json.decode(line)
-    except (msgspec.DecodeError, RecursionError) as e:
-        raise InvalidRequestError(f"the line is not valid JSON: {e}") from None
-    if not isinstance(content, dict):
-        raise InvalidRequestError(f"the line must be a JSON object, not {line[:80]!r}")
+def _split_object(content: Any) -> tuple[str, Any, dict[str, Any]]:
+    """(key of the prompt, its value, sampling parameters and options) of an object."""
+    if isinstance(content, InvalidRequestError):
+        raise content
     for key in content:
         if key not in _LINE_KEYS:
             raise InvalidRequestError(f"unknown key {key!r}; {did_you_mean(key, _LINE_KEYS, cutoff=0.5)}")
@@ -211,176 +380,11 @@ def _parse_line(line: str) -> tuple[str, Any, dict[str, Any]]:
         raise InvalidRequestError(f"the line needs exactly one of {', '.join(_PROMPT_KEYS)}, not {len(keys)}")
     decoder = content.pop("decoder_prompt", None)
     if decoder is not None and keys[0] != "encoder_prompt":
-        raise InvalidRequestError("decoder_prompt needs encoder_prompt beside it: what the encoder reads")
+        raise InvalidRequestError("needs encoder_prompt beside it: what the encoder reads", path="decoder_prompt")
     value = content[keys[0]]
     if keys[0] == "encoder_prompt":
         value = {"encoder_prompt": value, "decoder_prompt": decoder}
     return keys[0], value, {k: v for k, v in content.items() if k not in _PROMPT_KEYS}
-
-
-# ---- texts of ``octavo embed`` and ``octavo rerank``
-
-#: Keys of JSON lines and columns of Parquet files: the text, and its id.
-TEXT_KEYS = ("text", "prompt", "input")
-ID_KEYS = ("id", "_id", "custom_id")
-#: Rows of a Parquet file to read at once.
-_BATCH = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class TextRow:
-    """One text, or the error that prevents it."""
-
-    index: int
-    #: Text or token ids; empty if there is an error.
-    text: str | list[int] = ""
-    #: The id in the file, None if it has none.
-    id: Any = None
-    error: str | None = None
-
-
-@dataclass
-class TextSource:
-    """Texts of a command. They are read as they are needed, so that a file can have any size."""
-
-    words: list[str]
-    #: A path, ``-`` for standard input, or None.
-    file: str | None = None
-    #: The key or column of the text; None: one of ``TEXT_KEYS``.
-    column: str | None = None
-
-    def check(self) -> None:
-        """Refuses a file that cannot be read, before a model is loaded."""
-        if self.file is None or self.file == "-":
-            return
-        if not Path(self.file).is_file():
-            raise ConfigError(f"cannot read texts from {self.file}: there is no such file")
-        if self._is_parquet:
-            require_pyarrow(self.file)
-
-    def count(self) -> int | None:
-        """The number of texts; None for standard input."""
-        if self.file == "-":
-            return None
-        if self.file is None:
-            return len(self.words)
-        if self._is_parquet:
-            with _parquet(self.file) as source:
-                return len(self.words) + int(source.metadata.num_rows)
-        with _opened(self.file) as stream:
-            return len(self.words) + sum(1 for line in stream if line.strip())
-
-    def __iter__(self) -> Iterator[TextRow]:
-        """The texts in order; an invalid one carries its error and does not affect the others."""
-        yield from (TextRow(index, word) for index, word in enumerate(self.words))
-        if self.file is not None:
-            read = self._read_parquet if self._is_parquet else self._read_lines
-            yield from read(self.file, len(self.words))
-
-    def __post_init__(self) -> None:
-        self._is_parquet = self.file is not None and self.file.endswith(".parquet")
-        self._keys = TEXT_KEYS if self.column is None else (self.column,)
-
-    def _read_lines(self, file: str, start: int) -> Iterator[TextRow]:
-        with _opened(file) as stream:
-            lines = (line for line in stream if line.strip())
-            first = next(lines, None)
-            if first is None:
-                return
-            first = first.removeprefix(codecs.BOM_UTF8)
-            is_json = file.endswith((".jsonl", ".ndjson")) or (not file.endswith(".txt") and _is_object(first))
-            for index, line in enumerate(chain([first], lines), start):
-                yield self._from_json(index, line) if is_json else _from_line(index, line)
-
-    def _from_json(self, index: int, line: bytes) -> TextRow:
-        try:
-            content = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-            return TextRow(index, error=f"the line is not valid JSON: {e}")
-        if isinstance(content, str):
-            return TextRow(index, content)
-        if not isinstance(content, dict):
-            shown = line[:80].decode(errors="replace").strip()
-            return TextRow(index, error=f"the line must be a JSON object or a text, not {shown}")
-        name = next((content[key] for key in ID_KEYS if content.get(key) is not None), None)
-        keys = [key for key in self._keys if content.get(key) is not None]
-        if len(keys) != 1:
-            has = ", ".join(content) or "nothing"
-            return TextRow(index, id=name, error=f"the line needs one of {', '.join(self._keys)}, and has {has}")
-        return _checked(index, keys[0], content[keys[0]], name)
-
-    def _read_parquet(self, file: str, start: int) -> Iterator[TextRow]:
-        with _parquet(file) as source:
-            columns = source.schema_arrow.names
-            keys = [key for key in self._keys if key in columns]
-            if len(keys) != 1:
-                raise ConfigError(
-                    f"{file} must have one of the columns {', '.join(self._keys)}, and has {', '.join(columns)}; "
-                    "--column names another"
-                )
-            column, name = keys[0], next((key for key in ID_KEYS if key in columns), None)
-            for batch in source.iter_batches(_BATCH, columns=[column, *([name] if name else [])]):
-                texts = batch.column(column).to_pylist()
-                names = batch.column(name).to_pylist() if name else [None] * len(texts)
-                for index, (text, each) in enumerate(zip(texts, names, strict=True), start):
-                    yield _checked(index, column, text, each)
-                start += len(texts)
-
-
-def require_pyarrow(file: str) -> None:
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError as e:
-        raise ConfigError(f"{file}: Parquet files need pyarrow ({e}): {pip_install('pyarrow')}") from None
-
-
-def _checked(index: int, key: str, value: Any, name: Any) -> TextRow:
-    """The row of a text or of token ids."""
-    if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(i, int) for i in value)):
-        return TextRow(index, value, name)
-    return TextRow(index, id=name, error=f"{key} must be a text or a list of token ids, not {value!r}"[:200])
-
-
-def _from_line(index: int, line: bytes) -> TextRow:
-    try:
-        return TextRow(index, line.decode("utf-8").rstrip("\r\n"))
-    except UnicodeDecodeError as e:
-        return TextRow(index, error=f"the line is not UTF-8 text: {e}")
-
-
-def _is_object(line: bytes) -> bool:
-    try:
-        content = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    return isinstance(content, dict) and any(key in content for key in TEXT_KEYS)
-
-
-@contextmanager
-def _opened(file: str) -> Iterator[IO[bytes]]:
-    if file == "-":
-        yield sys.stdin.buffer
-        return
-    try:
-        stream = Path(file).open("rb")  # noqa: SIM115  closed below, outside of this try
-    except OSError as e:
-        raise ConfigError(f"cannot read texts from {file}: {e.strerror}") from None
-    with stream:
-        yield stream
-
-
-@contextmanager
-def _parquet(file: str) -> Iterator[Any]:
-    require_pyarrow(file)
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        source = pq.ParquetFile(file)
-    except (pa.ArrowInvalid, OSError) as e:
-        raise ConfigError(f"cannot read texts from {file}: it is no Parquet file: {e}") from None
-    with source:
-        yield source
 
 
 # ---- images

@@ -98,6 +98,9 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns 0 for success, 1 for a failure, 2 for a wrong call, configuration or checkpoint."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the caller: the next file would take its number
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # never fails to print a character

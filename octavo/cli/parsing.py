@@ -13,57 +13,16 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from octavo.core.errors import ConfigError, InvalidRequestError
 
-# ---- flags of other engines
-
-#: Flags of llama.cpp, vLLM and others -> Octavo's; the first one that the command has is meant. Only whole words are
-#: translated, so that a mistyped ``-max-tokens`` is not ``-m``.
-OTHER_FLAGS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("-m", "-hf", "-hfr", "--hf-repo"), ("--model",)),
-    "-p": ("--prompt", "--input-len"),  # of llama-bench: tokens of a prompt
-    **dict.fromkeys(("-n", "--predict", "--n-predict", "--num-predict"), ("--max-tokens", "--output-len")),
-    **dict.fromkeys(("--max-new-tokens", "--num-tokens"), ("--max-tokens",)),
-    **dict.fromkeys(("-c", "--ctx-size", "--num-ctx", "--context-length", "--max-seq-len"), ("--max-model-len",)),
-    **dict.fromkeys(("-t", "--threads"), ("--num-threads",)),
-    **dict.fromkeys(("-np", "--parallel"), ("--max-num-seqs",)),
-    **dict.fromkeys(("-s", "--random-seed"), ("--seed",)),
-    **dict.fromkeys(("-r", "--reverse-prompt"), ("--stop",)),
-    **dict.fromkeys(("-a", "--alias"), ("--served-model-name",)),
-    **dict.fromkeys(("-sys", "--system-prompt"), ("--system",)),
-    "--temp": ("--temperature",),
-    "--repeat-penalty": ("--repetition-penalty",),
-    "--grammar-file": ("--grammar",),
-    "--chat-template-file": ("--chat-template",),
-    "--ssl-certfile": ("--tls-cert",),
-    "--ssl-keyfile": ("--tls-key",),
-}
-#: Octavo's flag -> values of other engines' flags -> Octavo's values.
-_OTHER_VALUES: dict[str, Mapping[str, str]] = {
-    "--max-tokens": {"-1": "none", "-2": "none"},
-    "--max-model-len": {"0": "none"},
-    "--seed": {"-1": "none"},
-    "--num-threads": {"-1": "none"},
-}
-#: Flags of other engines without a counterpart, and what to do instead.
-NO_COUNTERPART: dict[str, str] = {
-    **dict.fromkeys(
-        ("-ngl", "--gpu-layers", "--n-gpu-layers"), "a model is on one device as a whole: --device cpu, --device cuda"
-    ),
-    **dict.fromkeys(("-fa", "--flash-attn"), "attention is always computed block by block: leave it out"),
-    **dict.fromkeys(("--mlock", "--mmap", "--no-mmap"), "weights are read into memory in any case: leave it out"),
-    **dict.fromkeys(
-        ("-cnv", "--conversation", "-i", "--interactive"),
-        "'octavo chat MODEL' is a conversation, 'octavo generate --chat' passes prompts through the chat template",
-    ),
-    **dict.fromkeys(
-        ("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), "--kv-cache-dtype int8 has keys and values in 8 bits"
-    ),
-    **dict.fromkeys(("-f", "--file"), "--input FILE takes a prompt from each line of a file"),
-    "-j": "--json-schema FILE takes the schema from a file",
-}
-
 
 def own_flags(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Translates ``OTHER_FLAGS`` in a command line to the command's ``flags``; words after ``--`` stay."""
+    """Translates other engines' flags in a command line to the command's ``flags``; words after ``--`` stay.
+
+    Only whole words are translated, so that a mistyped ``-max-tokens`` is not ``-m``.
+    """
+    if all(word.partition("=")[0] in flags or not word.startswith("-") for word in argv):
+        return [*argv]
+    from octavo.core.foreign import FLAG_VALUES, OTHER_FLAGS
+
     words: list[str] = []
     values: Mapping[str, str] = {}  # of the flag before
     for number, word in enumerate(argv):
@@ -75,7 +34,7 @@ def own_flags(argv: Sequence[str], flags: Collection[str]) -> list[str]:
             words.append(values.get(word, word))
             values = {}
             continue
-        values = _OTHER_VALUES.get(ours, {})
+        values = FLAG_VALUES.get(ours, {})
         words.append(f"{ours}={values.get(value, value)}" if equals else ours)
         values = {} if equals else values
     return words
@@ -151,8 +110,10 @@ class Parser(argparse.ArgumentParser):
         sys.exit(EXIT_USAGE)
 
     def _unknown(self, flag: str) -> str:
-        if flag in NO_COUNTERPART:
-            return f"unknown option {flag}: {NO_COUNTERPART[flag]}"
+        from octavo.core.foreign import ABSENT_FLAGS
+
+        if flag in ABSENT_FLAGS:
+            return f"unknown option {flag}: {ABSENT_FLAGS[flag]}"
         flags = [name for name in self._option_string_actions if name.startswith("--")]
         near = difflib.get_close_matches("--" + flag.lstrip("-").replace("_", "-"), flags, n=1, cutoff=0.5)
         return f"unknown option {flag}" + (f"; did you mean {near[0]}?" if near else "")

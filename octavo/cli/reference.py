@@ -14,7 +14,7 @@ import octavo.server
 from octavo.server.anthropic import MessagesRequest
 from octavo.server.audio import TranscriptionRequest, TranslationRequest
 from octavo.server.cohere import CohereChatRequest, CohereEmbedRequest
-from octavo.server.fields import Hint, Refused, RequestModel, marks_of
+from octavo.server.fields import RequestModel, marks_of
 from octavo.server.llamacpp import InfillRequest, LlamaCompletionRequest
 from octavo.server.metrics import Metrics
 from octavo.server.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -117,10 +117,8 @@ def _rows(model: type[BaseModel], place: str = "") -> list[str]:
     for name, mark in marks_of(model).items():
         field = model.model_fields[name]
         label = place + (field.alias or name)
-        if isinstance(mark, Hint):
-            rows.append(_row(f"`{label}`", "hint", mark.reason))
-        elif isinstance(mark, Refused):
-            rows.append(_row(f"`{label}`", "refused" + mark.besides, mark.reason))
+        if mark is not None:
+            rows.append(_row(f"`{label}`", "hint" if mark.is_hint else "refused" + mark.besides, mark.meaning.reason))
         else:
             rows.append(_row(f"`{label}`", "obeyed", field.description or ""))
             for nested in _models(field.annotation):

@@ -25,7 +25,7 @@ from octavo.config.options import (
     error_text,
 )
 from octavo.core.errors import ConfigError, did_you_mean
-from octavo.core.request import own_names, own_options
+from octavo.core.foreign import own_names, own_options
 
 #: Groups of options by the titles of their sections in the documentation.
 PARTS: dict[str, type[BaseModel]] = {

@@ -18,7 +18,7 @@ from octavo.config.engine_config import EngineConfig, unknown_option
 from octavo.config.server_options import ServerOptions
 from octavo.core.errors import ConfigError, did_you_mean
 from octavo.core.files import read_text
-from octavo.core.request import FOREIGN_OPTIONS, own_name, own_names, own_options, own_value
+from octavo.core.foreign import FOREIGN_OPTIONS, own_name, own_names, own_options, own_value
 
 PREFIX = "OCTAVO_"
 

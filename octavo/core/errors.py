@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
-from collections.abc import Callable, Iterable, Iterator
-from typing import Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 
 class OctavoError(Exception):
@@ -21,8 +21,81 @@ class ConfigError(OctavoError, ValueError):
     """An engine option is unknown, out of range, or contradicts another."""
 
 
+#: ``kind`` of errors about a prompt, or a prompt with its output, that is longer than the model's context.
+CONTEXT_LENGTH = "context_length_exceeded"
+
+#: First words of problems that are told of the path itself: "seed must be ..." without a colon.
+_PREDICATES = frozenset((
+    "are", "at", "becomes", "begins", "cannot", "continues", "exclude", "excludes", "goes", "has", "have",
+    "holds", "is", "leaves", "may", "must", "names", "needs", "takes", "together", "was",
+))  # fmt: skip
+
+
 class InvalidRequestError(OctavoError, ValueError):
-    """A prompt or its sampling parameters cannot be served; only this request fails."""
+    """A prompt or its sampling parameters cannot be served; only this request fails.
+
+    The message is made of the attributes, so that a caller with other names for the fields can change ``path``:
+
+    >>> str(InvalidRequestError("must be at least 0", path="temperature", got=-1))
+    'temperature must be at least 0, not -1'
+    >>> str(InvalidRequestError("there is no call 'a' before it", path="input[2].call_id"))
+    "input[2].call_id: there is no call 'a' before it"
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        path: str | None = None,
+        got: object = ...,
+        kind: str = "invalid_value",
+        also: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            problem: a sentence, or what is to be said of the path ("must be at least 0").
+            path: the field, such as ``messages[1].content``; None: the error is not about one.
+            got: its value; ``...``: the problem has it, or there is none.
+            kind: ``code`` of the error in HTTP responses.
+            also: paths of further fields, of which the problem tells together with the first.
+        """
+        super().__init__(problem)
+        self.problem, self.path, self.got, self.kind, self.also = problem, path, got, kind, also
+
+    def __str__(self) -> str:
+        text = self.problem if self.got is ... else f"{self.problem}, not {self.got!r:.200}"
+        if self.path is None:
+            return text
+        place = f"{self.path} and {', '.join(self.also)}" if self.also else self.path
+        return f"{place}{' ' if text.partition(' ')[0] in _PREDICATES else ': '}{text}"
+
+    @property
+    def field(self) -> str | None:
+        """The first name of the path."""
+        return None if self.path is None else self.path.partition(".")[0].partition("[")[0]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Keywords that make the same error in another process; the value becomes text of the problem."""
+        problem = self.problem if self.got is ... else f"{self.problem}, not {self.got!r:.200}"
+        return {"problem": problem, "path": self.path, "kind": self.kind, "also": list(self.also)}
+
+    def at(self, path: str | None, also: Sequence[str] | None = None) -> Self:
+        """The same error at another path."""
+        error = type(self).__new__(type(self), *self.args)
+        error.__dict__.update(self.__dict__, path=path, also=self.also if also is None else also)
+        return error
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The error at the path that a caller knows; ``names``: beginnings of paths here -> their names there."""
+
+        def renamed(path: str) -> str:
+            begin = path
+            while begin and begin not in names:
+                begin = begin[: max(begin.rfind("."), begin.rfind("["), 0)]
+            return names[begin] + path[len(begin) :] if begin else path
+
+        return self if self.path is None else self.at(renamed(self.path), [renamed(path) for path in self.also])
 
 
 class AudioError(InvalidRequestError):
@@ -64,7 +137,11 @@ class WeightError(OctavoError, ValueError):
 
 
 class AdapterError(OctavoError, ValueError):
-    """An adapter's files are missing, changed or invalid, or do not fit the model."""
+    """An adapter's files are missing, changed or invalid, or do not fit the model; ``field``: of the request."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class AdapterNotFoundError(AdapterError):
@@ -115,11 +192,14 @@ class EngineKilledError(EngineDeadError):
     """A process of the engine was killed or stopped by a signal from outside: no request is to blame."""
 
 
-def reported_error(kind: str, message: str) -> OctavoError:
-    """An exception that another process reported by class name; ``WorkerError`` for classes of other packages."""
+def reported_error(kind: str, message: str, data: Mapping[str, Any] | None = None) -> OctavoError:
+    """An exception that another process reported by class name; ``WorkerError`` for classes of other packages.
+
+    ``data``: of an ``InvalidRequestError``.
+    """
     error_class = globals().get(kind)
     if isinstance(error_class, type) and issubclass(error_class, OctavoError):
-        return error_class(message)
+        return error_class(**data) if data else error_class(message)
     return WorkerError(f"{kind}: {message}")
 
 

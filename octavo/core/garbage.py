@@ -6,24 +6,21 @@ import contextlib
 import ctypes
 import gc
 import time
-from collections.abc import Callable
 from typing import TypeVar
 
 C = TypeVar("C")
 
-_untrack: Callable[[object], None] | None = None
-if hasattr(ctypes, "pythonapi"):  # CPython's stable interface
-    _untrack = ctypes.pythonapi.PyObject_GC_UnTrack
-    _untrack.argtypes, _untrack.restype = [ctypes.py_object], None
+_untrack = ctypes.pythonapi.PyObject_GC_UnTrack  # CPython's stable interface
+_untrack.argtypes, _untrack.restype = [ctypes.py_object], None
 
 
 def exclude_from_gc(container: C) -> C:
     """Makes the garbage collector skip a list, tuple or set of numbers, bytes, or tuples of these; returns it.
 
-    It visits every element of every container: with requests of 100,000 tokens, millions in each full collection.
+    It visits every element of every container. A full collection takes 8 ms with 1,024 requests of 600 tokens and 19 ms
+    with 16 of 100,000, and with this 0.6 ms and less than 0.1 ms (``tests/engine/test_garbage.py``: ``Traffic``).
     """
-    if _untrack is not None:
-        _untrack(container)
+    _untrack(container)
     return container
 
 

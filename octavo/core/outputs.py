@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.sampling_params import check_integer
+from octavo.core.sampling_params import check_parameters, check_truncation, parameter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,10 +73,11 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     #: Message for the finish reasons "error" and "ignored".
     error: str | None = None
-    # Kinds of errors; the last: the request's own fields (structured outputs, ``bad_words``, ...) leave no token.
+    # Kinds of errors.
     exceeds_kv_cache: bool = False
     adapter_failed: bool = False
-    excludes_all_tokens: bool = False
+    #: The request's own fields are to blame: no token is left by them, or its grammar cannot be used.
+    invalid: InvalidRequestError | None = None
 
     @property
     def finished(self) -> bool:
@@ -172,12 +173,17 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     >>> PoolingParams(dimensions=128)
     """
 
-    #: Maximum prompt tokens, including special ones; the rest is cut off. -1: as many as fit. None: refuse the prompt.
-    truncate_prompt_tokens: int | None = None
-    #: First numbers of the vector to keep, for models trained for it (Matryoshka, Kusupati et al. 2022). None: all.
-    dimensions: int | None = None
-    #: Whether to normalise vectors, and to turn class scores into probabilities. None: as the model does.
-    use_activation: bool | None = None
+    truncate_prompt_tokens: Annotated[
+        int | None, parameter("Maximum prompt tokens; the rest is cut off. -1: as many as fit.", -1)
+    ] = None
+    dimensions: Annotated[
+        int | None,
+        parameter("First numbers of the vector to keep, of models trained for it (Kusupati et al. 2022).", 1),
+    ] = None
+    use_activation: Annotated[
+        bool | None,
+        parameter("Normalise vectors, and turn class scores into probabilities; default: as the model does."),
+    ] = None
     #: None: the task of the method that takes the parameters.
     task: PoolingTask | None = None
 
@@ -186,16 +192,10 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def validate(self) -> None:
         """Raises InvalidRequestError with the invalid field and its value."""
-        if self.truncate_prompt_tokens is not None:
-            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None)
-            if self.truncate_prompt_tokens == 0:
-                raise InvalidRequestError("truncate_prompt_tokens must be at least 1, or -1, not 0")
-        if self.dimensions is not None:
-            check_integer("dimensions", self.dimensions, 1, None)
-        if self.use_activation is not None and not isinstance(self.use_activation, bool):
-            raise InvalidRequestError(f"use_activation must be True, False or None, not {self.use_activation!r}")
+        check_parameters(self)
+        check_truncation(self.truncate_prompt_tokens)
         if self.task is not None and self.task not in POOLING_TASKS:
-            raise InvalidRequestError(f"task must be one of {', '.join(POOLING_TASKS)}, not {self.task!r}")
+            raise InvalidRequestError(f"must be one of {', '.join(POOLING_TASKS)}", path="task", got=self.task)
 
 
 @dataclass(slots=True)

@@ -132,9 +132,11 @@ class LogitsPlugins:
         for name in arguments:
             if name not in self._by_argument:
                 names = ", ".join(map(repr, self._by_argument)) or "none: the option logits_processors loads some"
-                raise InvalidRequestError(f"extra_args has {name!r}, but no logits processor takes it; taken: {names}")
+                raise InvalidRequestError(
+                    f"has {name!r}, but no logits processor takes it; taken: {names}", path="extra_args"
+                )
         plugins = dict.fromkeys(plugin for name, plugin in self._by_argument.items() if name in arguments)
         try:
             return [plugin.make(params) for plugin in plugins]
         except ValueError as e:
-            raise InvalidRequestError(f"extra_args {arguments!r}: {e}") from e
+            raise InvalidRequestError(f"{arguments!r}: {e}", path="extra_args") from e

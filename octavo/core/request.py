@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, TypedDict
 
 import msgspec
 
-from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError
+from octavo.core.errors import AdapterError, InvalidRequestError
+from octavo.core.foreign import FOREIGN
 from octavo.core.garbage import exclude_from_gc
 from octavo.core.model_config import ReasoningMarks, ThinkingBudget
 from octavo.core.outputs import PoolingKind, PoolingParams, PoolingTask
@@ -249,172 +250,6 @@ class ResumePoint(msgspec.Struct, array_like=True):
     alone: int = 0
 
 
-# Foreign options and keywords: vLLM's and former ones, accepted if they ask for what Octavo does anyway.
-
-
-class ForeignOption(NamedTuple):
-    """The accepted values (none: all values), and the reason why others are refused."""
-
-    accepted: tuple[object, ...]
-    reason: str = ""
-
-    @property
-    def boolean(self) -> bool:
-        """Whether it is a flag without a value."""
-        return isinstance(next(iter(self.accepted), None), bool)
-
-
-ANY = ForeignOption(())
-ON_OR_OFF = ForeignOption((False, True))
-
-_ONE_WORKER = "workers divide matrices and layers, nothing else"
-_PROCESSED = "a model's own files say how images are processed"
-_GENERATES = "a model does all that its network has a head for, or what the option task says"
-_POOLING = "the model's files say how it pools, and PoolingParams what a request wants (docs/embeddings.md)"
-_SPECULATION = "drafts are asked for with speculative_config"
-_FROM_CHECKPOINT = "it is read from the checkpoint's config.json"
-_NO_TRANSFER = "the KV cache is not shared between engines"
-
-_IGNORED_FLAGS = (
-    "calculate_kv_scales", "disable_async_output_proc", "disable_cascade_attn", "disable_chunked_mm_input",
-    "disable_custom_all_reduce", "disable_hybrid_kv_cache_manager", "disable_log_requests", "disable_log_stats",
-    "disable_mm_preprocessor_cache", "enable_auto_tool_choice", "enable_expert_parallel", "enable_flashinfer_autotune",
-    "enable_log_requests", "enable_sleep_mode", "fully_sharded_loras", "language_model_only",
-    "multi_step_stream_outputs", "skip_mm_profiling", "trust_remote_code", "use_tqdm_on_load", "use_v2_block_manager",
-)  # fmt: skip
-_IGNORED_OPTIONS = (
-    "attention_backend", "guided_decoding_backend", "lora_dtype", "max_context_len_to_capture",
-    "max_seq_len_to_capture", "mm_processor_cache_gb", "optimization_level", "prefix_caching_hash_algo",
-)  # fmt: skip
-FOREIGN_OPTIONS: dict[str, ForeignOption] = {
-    **dict.fromkeys(_IGNORED_FLAGS, ON_OR_OFF),
-    **dict.fromkeys(_IGNORED_OPTIONS, ANY),
-    # The model and its files
-    "tokenizer_mode": ForeignOption(
-        ("auto", "hf"), "tokenizers are read from tokenizer.json, or from the files of their family"
-    ),
-    "tokenizer_revision": ForeignOption((None,), "the tokenizer has the model's revision, or is a folder (tokenizer)"),
-    "code_revision": ForeignOption((None,), "no code of a checkpoint is run"),
-    "hf_token": ForeignOption((None,), "the hub's token is read from the variable HF_TOKEN"),
-    "hf_config_path": ForeignOption((None,), _FROM_CHECKPOINT),
-    "config_format": ForeignOption(("auto", "hf"), "configurations are read from config.json"),
-    "rope_scaling": ForeignOption((None, {}), _FROM_CHECKPOINT),
-    "rope_theta": ForeignOption((None,), _FROM_CHECKPOINT),
-    "disable_sliding_window": ForeignOption((False,), _FROM_CHECKPOINT),
-    "download_dir": ForeignOption((None,), "hub models are under HF_HOME, others under OCTAVO_CACHE"),
-    "ignore_patterns": ForeignOption((None, []), "only the files that are needed are fetched"),
-    "model_loader_extra_config": ForeignOption((None, {}), "loading has no further options"),
-    "model_impl": ForeignOption(("auto",), "the networks are Octavo's own"),
-    "runner": ForeignOption(("auto", "generate", "pooling"), _GENERATES),
-    "convert": ForeignOption(("auto", "none", "embed"), _GENERATES),
-    "pooler_config": ForeignOption((None,), _POOLING),
-    "override_pooler_config": ForeignOption((None,), _POOLING),
-    "mm_processor_kwargs": ForeignOption((None, {}), _PROCESSED),
-    "allowed_local_media_path": ForeignOption(("", None), "no files of the server's machine are read for clients"),
-    "enable_prompt_embeds": ForeignOption((False,), "prompts are text or token ids"),
-    "override_generation_config": ForeignOption(
-        (None, {}), "generation_config names a folder with defaults, and requests bring parameters of their own"
-    ),
-    "logprobs_mode": ForeignOption(
-        ("raw_logprobs",), "logprobs are the model's own, before penalties, temperature and filters"
-    ),
-    "enable_trace_replay": ForeignOption((False,), "prompt_logprobs scores an answer that is known"),
-    "screen_lm_head": ForeignOption((False,), "the language-model head has no copy in fewer bits any more"),
-    # Workers
-    "decode_context_parallel_size": ForeignOption((1,), _ONE_WORKER),
-    "worker_extension_cls": ForeignOption(("", None), "collective_rpc calls functions with each worker"),
-    "max_parallel_loading_workers": ForeignOption((None,), _ONE_WORKER),
-    "worker_cls": ForeignOption(("auto",), "there are no other workers"),
-    "ray_workers_use_nsight": ForeignOption((False,), _ONE_WORKER),
-    # Memory and graphs
-    "cpu_offload_gb": ForeignOption((0,), "the weights stay on the device that computes"),
-    "kv_transfer_config": ForeignOption((None,), _NO_TRANSFER),
-    "kv_events_config": ForeignOption((None,), _NO_TRANSFER),
-    "compilation_config": ForeignOption((None, {}, 0), "networks are not compiled (decode steps are captured on GPUs)"),
-    # Steps
-    "num_scheduler_steps": ForeignOption((1,), "each step is scheduled; async_scheduling plans one ahead"),
-    "num_lookahead_slots": ForeignOption((0,), _SPECULATION),
-    "max_long_partial_prefills": ForeignOption((1,), "one long prompt is computed at once"),
-    "scheduler_cls": ForeignOption((None,), "an order of one's own is given as scheduling_policy (module:Class)"),
-    "speculative_model": ForeignOption((None,), _SPECULATION),
-    "num_speculative_tokens": ForeignOption((None,), _SPECULATION),
-    "reasoning_config": ForeignOption(
-        (None, {}), "marks of reasoning are those that the chat template speaks of; --reasoning-parser names others"
-    ),
-    "logits_processor_pattern": ForeignOption((None,), "name them one by one (logits_processors, module:Class)"),
-    # Logs
-    "collect_detailed_traces": ForeignOption((None,), "traces have one level of detail"),
-    "additional_config": ForeignOption((None, {}), "there is nothing that it would configure"),
-}
-
-#: Keywords of ``LLM.generate``, ``LLM.chat`` and ``LLM.beam_search``.
-FOREIGN_KEYWORDS: dict[str, ForeignOption] = {
-    "guided_options_request": ForeignOption((None,), "its name is SamplingParams.structured_outputs"),
-    "tokenization_kwargs": ForeignOption((None, {}), "SamplingParams.truncate_prompt_tokens shortens prompts"),
-    "prompt_token_ids": ForeignOption((None,), "a prompt is TokensPrompt(prompt_token_ids=...) or the list itself"),
-    "mm_processor_kwargs": ForeignOption((None, {}), _PROCESSED),
-    "chat_template_content_format": ForeignOption(("auto", "string"), "a template gets parts where it reads them"),
-    "concurrency_limit": ANY,  # the scheduler runs as many as fit
-}
-
-#: Other names of options: vLLM's, and former ones.
-OTHER_NAMES = {"cudagraph_capture_sizes": "graph_capture", "status_interval": "log_stats_interval"}
-
-#: Other names of an option's values.
-ALIASES = {
-    "dtype": {"half": "float16", "float": "float32"},
-    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
-    "scheduling_policy": {"priority": "static"},
-}
-
-
-def own_value(name: str, value: Any) -> Any:
-    """The option's value by its name here: ``float16`` for ``half`` and for ``torch.float16``."""
-    if type(value).__module__ == "torch":
-        value = str(value).removeprefix("torch.")
-    return ALIASES.get(name, {}).get(value, value) if isinstance(value, str) else value
-
-
-def own_name(name: str) -> str:
-    """The option's name here."""
-    return OTHER_NAMES.get(name, name)
-
-
-def own_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one source by their names here; raises ConfigError if two names mean one option."""
-    by_name: dict[str, Any] = {}
-    for name, value in options.items():
-        if own_name(name) in by_name:
-            raise ConfigError(f"option {own_name(name)!r} is given twice, by different names")
-        by_name[own_name(name)] = value
-    return by_name
-
-
-def own_options(options: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The options without ``FOREIGN_OPTIONS``, by their names here; raises ConfigError for refused values."""
-    values = {}
-    for name, value in options.items():
-        if name in FOREIGN_OPTIONS:
-            if (refusal := _refusal(name, FOREIGN_OPTIONS[name], value)) is not None:
-                raise ConfigError(refusal if sources is None else f"{refusal} (from {sources[name]})")
-        else:
-            values[name] = own_value(name, value)
-    return values
-
-
-def _refusal(name: str, option: ForeignOption, value: object) -> str | None:
-    """Why the value is not accepted, or None if it is."""
-    accepted = option.accepted
-    if value is None or not accepted:  # None counts as not given
-        return None
-    # bool is a subclass of int, but True is no number here.
-    if any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in accepted):
-        return None
-    *first, last = map(repr, accepted)
-    allowed = f"{', '.join(first)} or {last}" if first else last
-    return f"{name} must be {allowed}, not {value!r}" + (f": {option.reason}" if option.reason else "")
-
-
 # Options of a request beside prompt and parameters.
 
 
@@ -452,21 +287,22 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_number("priority", self.priority, -math.inf, math.inf)
         for name in ("user", "cache_salt", "client"):
             if not isinstance(getattr(self, name), str):
-                raise InvalidRequestError(f"{name} must be text, not {getattr(self, name)!r}")
+                raise InvalidRequestError("must be text", path=name, got=getattr(self, name))
         for name, target in (("ttft_target", self.ttft_target), ("tpot_target", self.tpot_target)):
             if target is not None:
                 check_number(name, target, 0, math.inf)
                 if not target:
-                    raise InvalidRequestError(f"{name} must be above 0 seconds, not {target}")
+                    raise InvalidRequestError("must be above 0 seconds", path=name, got=target)
         if not isinstance(self.prediction, str | list | tuple | None):
-            raise InvalidRequestError(f"prediction must be text or a list of token ids, not {self.prediction!r}")
+            raise InvalidRequestError("must be text or a list of token ids", path="prediction", got=self.prediction)
         moment, now = self.arrival_time, time.monotonic()
         if moment is not None and (
             isinstance(moment, bool) or not isinstance(moment, (int, float)) or not -math.inf < moment <= now
         ):
             raise InvalidRequestError(
-                f"arrival_time must be a past moment in seconds of time.monotonic(), which is at {now:.3f}, not "
-                f"{moment!r}"
+                f"must be a past moment in seconds of time.monotonic(), which is at {now:.3f}",
+                path="arrival_time",
+                got=moment,
             )
 
 
@@ -482,10 +318,10 @@ def check_request_keywords(method: str, keywords: Mapping[str, Any]) -> None:
     for name, value in keywords.items():
         if name in KEYWORDS:
             continue
-        if name not in FOREIGN_KEYWORDS:
+        if name not in FOREIGN["keywords"]:
             raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
-        if (refusal := _refusal(name, FOREIGN_KEYWORDS[name], value)) is not None:
-            raise InvalidRequestError(refusal)
+        if (problem := FOREIGN["keywords"][name].refusal(name, value)) is not None:
+            raise InvalidRequestError(problem)
 
 
 def options_from_keywords(
@@ -526,7 +362,7 @@ def check_one_each(name: str, value: Any, count: int) -> None:
     """Raises InvalidRequestError for anything but a sequence of ``count`` values."""
     if not isinstance(value, Sequence) or len(value) != count:
         what = f"{len(value)} of them" if isinstance(value, Sequence) else repr(value)
-        raise InvalidRequestError(f"{name} must be one for all prompts or one for each of the {count}, not {what}")
+        raise InvalidRequestError(f"must be one for all prompts or one for each of the {count}, not {what}", path=name)
 
 
 # Tasks.
@@ -809,15 +645,6 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | ExplicitEncoderDecode
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
-#: Keys of vLLM that must be None here, and why.
-FOREIGN_KEYS = {
-    "multi_modal_uuids": "images are named by their content",
-    "mm_processor_kwargs": "the model's own files say how images are processed",
-    "prompt_embeds": "prompts are text or token ids",
-    **dict.fromkeys(("multi_modal_data", "token_type_ids"), "the model takes text alone"),
-    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "the model has a decoder alone"),
-}
-
 
 # Preparations: resources that must be ready on the workers before a request can run.
 
@@ -903,28 +730,28 @@ KINDS: dict[str, PreparationKind] = {
     "grammar": PreparationKind(
         of=_grammar_of,
         limits=lambda options: Limits(idle=MAX_IDLE_GRAMMARS),
-        preparer="octavo.runner.preparer_kinds:GrammarPreparer",
+        preparer="octavo.runner.grammars:GrammarPreparer",
     ),
     "encoder_input": PreparationKind(
         of=_encoder_input_of,
         limits=lambda options: Limits(idle=MAX_IDLE_INPUTS),
-        preparer="octavo.runner.preparer_kinds:EncoderInputPreparer",
+        preparer="octavo.runner.encoders:EncoderInputPreparer",
     ),
     "image": PreparationKind(
         of=lambda request: [Preparation("image", i.key, i.payload, i.size) for i in request.images],
         limits=lambda options: Limits(host=getattr(options, "image_cache_bytes", DEFAULT_IMAGE_CACHE)),
-        preparer="octavo.runner.encoders:ImagePreparer",
+        preparer="octavo.runner.images:ImagePreparer",
     ),
     "lora": PreparationKind(
         of=lambda request: _adapter_of(request, "lora"),
         limits=lambda o: Limits(host=o.num_host_loras, slots=o.max_loras, option="max_loras"),
-        preparer="octavo.runner.preparer_kinds:LoraPreparer",
+        preparer="octavo.runner.adapters:LoraPreparer",
         noun="an adapter of LoRA", option="enable_lora", is_adapter=True,
     ),
     "prompt_adapter": PreparationKind(
         of=lambda request: _adapter_of(request, "prompt_adapter"),
         limits=lambda o: Limits(host=o.max_prompt_adapters, option="max_prompt_adapters"),
-        preparer="octavo.runner.preparer_kinds:PromptAdapters",
+        preparer="octavo.runner.adapters:PromptAdapters",
         noun="an adapter of prompt tuning", option="enable_prompt_adapter", is_adapter=True,
     ),
 }  # fmt: skip

@@ -4,14 +4,129 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import msgspec
 
 from octavo.core.errors import InvalidRequestError, did_you_mean
+from octavo.core.foreign import FOREIGN
+
+# Parameters are declared once, as annotated fields of a struct. Flags, request bodies, help texts, reference pages and
+# checks are made of the declarations.
+
+
+#: Texts of ``stop`` and of ``bad_words``.
+MAX_STOPS = 64
+
+
+def parameter(description: str, low: float | None = None, high: float | None = None, *, above: bool = False) -> Any:
+    """The annotation of a parameter: its description, and its range [low, high], or (low, high] if ``above``."""
+    return msgspec.Meta(description=description, extra={"low": low, "high": high, "above": above})
+
+
+class Parameter(NamedTuple):
+    """A declared parameter."""
+
+    name: str
+    description: str
+    #: Its types, without None.
+    types: tuple[Any, ...]
+    optional: bool
+    default: Any
+    low: float | None
+    high: float | None
+    above: bool
+
+    def check(self, value: Any) -> None:
+        """Raises InvalidRequestError for a wrong type, or a number out of range."""
+        kind, name = self.types[-1], self.name
+        if value is None and self.optional:
+            return
+        if kind is int:
+            check_integer(name, value, self.low, self.high)
+        elif kind is float:
+            check_number(name, value, self.low, self.high, above=self.above)
+        elif kind is bool and not isinstance(value, bool):
+            raise InvalidRequestError("must be True or False", path=name, got=value)
+        elif kind == list[str]:
+            _check_texts(name, value)
+        elif kind == list[int]:
+            _check_token_ids(name, value)
+        elif get_origin(kind) is dict and not isinstance(value, dict):
+            raise InvalidRequestError("must be a mapping", path=name, got=value)
+
+
+@functools.cache
+def parameters(kind: type[msgspec.Struct]) -> dict[str, Parameter]:
+    """The declared parameters of a struct by name, without fields that exist in Python only."""
+    declared = {}
+    for field in msgspec.structs.fields(kind):
+        for meta in getattr(field.type, "__metadata__", ()):
+            inner = field.type.__origin__
+            types = get_args(inner) if get_origin(inner) in (Union, UnionType) else (inner,)
+            without = tuple(each for each in types if each is not type(None))
+            declared[field.name] = Parameter(
+                field.name, meta.description, without, without != types, field.default, **meta.extra
+            )
+    return declared
+
+
+def check_parameters(params: msgspec.Struct) -> None:
+    """Checks every declared parameter that differs from its default; raises InvalidRequestError."""
+    for name, declared in parameters(type(params)).items():
+        if (value := getattr(params, name)) is not declared.default:
+            declared.check(value)
+
+
+def check_number(name: str, value: object, low: float | None, high: float | None, *, above: bool = False) -> None:
+    """Raises InvalidRequestError for anything but a finite number in [low, high], or in (low, high] if ``above``."""
+    # NaN is not within the range of float, nor is every integer.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise InvalidRequestError("must be a finite number", path=name, got=value)
+    if (low is not None and (value < low or (above and value == low))) or (high is not None and value > high):
+        start = "(" if above else "["
+        limit = (
+            f"{'greater than' if above else 'at least'} {low:g}"
+            if high in (None, math.inf)
+            else f"in {start}{low:g}, {high:g}]"
+        )
+        raise InvalidRequestError(f"must be {limit}", path=name, got=value)
+
+
+def check_integer(name: str, value: object, low: float | None, high: float | None) -> None:
+    """Raises InvalidRequestError for anything but an integer in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequestError("must be an integer", path=name, got=value)
+    if (low is not None and value < low) or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise InvalidRequestError(f"must be {limit}", path=name, got=value)
+
+
+def check_truncation(limit: int | None) -> None:
+    """Refuses 0 as ``truncate_prompt_tokens``."""
+    if limit == 0:
+        raise InvalidRequestError("must be at least 1, or -1", path="truncate_prompt_tokens", got=limit)
+
+
+def _check_texts(name: str, value: object) -> None:
+    if not isinstance(value, list) or not all(isinstance(t, str) and t for t in value):
+        raise InvalidRequestError("must be a list of non-empty texts", path=name, got=value)
+    if len(value) > MAX_STOPS:
+        raise InvalidRequestError(f"may hold at most {MAX_STOPS} texts, not {len(value)}", path=name)
+
+
+def _check_token_ids(name: str, value: object) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequestError("must be a list of token ids", path=name, got=value)
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise InvalidRequestError("must hold token ids (integers from 0)", path=name, got=token)
+
 
 # Structured outputs.
 
@@ -65,7 +180,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         forms = self._forms()
         if len(forms) != 1:
             what = " and ".join(forms) if forms else "none of them"
-            raise InvalidRequestError(f"structured_outputs must have exactly one of {', '.join(FORMS)}, not {what}")
+            problem = f"must have exactly one of {', '.join(FORMS)}, not {what}"
+            raise InvalidRequestError(problem, path="structured_outputs")
         _check("json", self.json, (str, dict, bool), "a JSON schema as a mapping or as text, or True")
         _check("json_object", self.json_object, bool, "True")
         _check("structural_tag", self.structural_tag, (str, dict), "a mapping or JSON text")
@@ -73,13 +189,15 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _check(name, getattr(self, name), str, "text")
         choice = self.choice
         if choice is not None and not (isinstance(choice, list) and choice and all(isinstance(c, str) for c in choice)):
-            raise InvalidRequestError("structured_outputs.choice must be a list of texts, with at least one")
+            raise InvalidRequestError("must be a list of texts, with at least one", path="structured_outputs.choice")
         for name in ("disable_any_whitespace", "disable_additional_properties", "disable_fallback", "strict"):
             if not isinstance(getattr(self, name), bool | None):
-                raise InvalidRequestError(f"structured_outputs.{name} must be True or False")
+                raise InvalidRequestError("must be True or False", path=f"structured_outputs.{name}")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise InvalidRequestError(
-                "structured_outputs.whitespace_pattern and disable_any_whitespace exclude each other"
+                "exclude each other",
+                path="structured_outputs.whitespace_pattern",
+                also=["structured_outputs.disable_any_whitespace"],
             )
 
     def _forms(self) -> list[str]:
@@ -92,20 +210,19 @@ def structured_outputs_of(value: StructuredOutputsParams | Mapping[str, Any]) ->
         value.validate()  # a field may have been assigned since
         return value
     if not isinstance(value, Mapping):
-        raise InvalidRequestError(
-            f"structured_outputs must be StructuredOutputsParams or a mapping with its fields, not {value!r}"
-        )
+        problem = "must be StructuredOutputsParams or a mapping with its fields"
+        raise InvalidRequestError(problem, path="structured_outputs", got=value)
     fields = [name for name in StructuredOutputsParams.__struct_fields__ if name != "begin_after"]  # not for users
     for name in value:
         if name not in fields:
             hint = did_you_mean(str(name), fields, written=str)
-            raise InvalidRequestError(f"structured_outputs has the unknown field {name!r:.100}; {hint}")
+            raise InvalidRequestError(f"has the unknown field {name!r:.100}; {hint}", path="structured_outputs")
     return StructuredOutputsParams(**value)
 
 
 def _check(name: str, value: object, kinds: type | tuple[type, ...], right: str) -> None:
     if value is not None and not isinstance(value, kinds):
-        raise InvalidRequestError(f"structured_outputs.{name} must be {right}, not {value!r:.200}")
+        raise InvalidRequestError(f"must be {right}", path=f"structured_outputs.{name}", got=value)
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
@@ -125,13 +242,6 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 #: numpy array. The return value, of either kind, replaces it.
 LogitsProcessor = Callable[..., Any]
 
-#: Fields of vLLM with one value here, and why no other is accepted.
-FOREIGN_FIELDS = {
-    "guided_decoding": "its name is structured_outputs, and takes StructuredOutputsParams",
-    "spaces_between_special_tokens": "texts are those of the tokenizer's decoder",
-    "flat_logprobs": "logprobs are one dictionary a position",
-}
-
 
 class RequestOutputKind(enum.Enum):
     """What the outputs of a growing request hold."""
@@ -150,7 +260,6 @@ class DefaultMaxTokens(int):
 
 DEFAULT_MAX_TOKENS = DefaultMaxTokens(16)
 
-MAX_STOPS = 64
 MAX_CANDIDATES = 256
 #: Lower temperatures are greedy.
 MIN_TEMPERATURE = 1e-5
@@ -171,62 +280,86 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     stay. Raises InvalidRequestError if a value is out of range, or has the wrong type.
     """
 
-    n: int = 1
-    #: Completions to sample; the ``n`` with the highest cumulative logprob are returned, best first. None: ``n``.
-    best_of: int | None = None
-    #: Subtracted once from the logit of every generated token.
-    presence_penalty: float = 0.0
-    #: Subtracted for each occurrence of a generated token.
-    frequency_penalty: float = 0.0
-    #: Divides positive logits, and multiplies negative ones, of tokens in prompt or output. 1: off.
-    repetition_penalty: float = 1.0
-    #: Below 1e-5: greedy.
-    temperature: float = 1.0
-    #: Sample from the smallest set of top tokens with this probability. 1: off.
-    top_p: float = 1.0
-    #: Sample from this many top tokens. 0 or -1: off.
-    top_k: int = 0
-    #: Drop tokens below this share of the top token's probability. 0: off.
-    min_p: float = 0.0
-    #: Seed of the random numbers; completion ``i`` uses ``seed + i``.
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    #: Keep the stop string (or stop token's text) in the output.
-    include_stop_str_in_output: bool = False
-    #: Continue after EOS tokens.
-    ignore_eos: bool = False
-    #: Maximum tokens to generate; refused if they do not fit the context after the prompt, except for the default,
-    #: which is cut. None: as many as fit. 0: only compute the prompt, for its logprobs.
-    max_tokens: int | None = DEFAULT_MAX_TOKENS
-    #: No EOS token (even with ``ignore_eos``) and no stop token before this many tokens.
-    min_tokens: int = 0
-    #: Top logprobs at each position beside the chosen token's, up to the engine's ``max_logprobs``. -1: all tokens'.
-    logprobs: int | None = None
-    #: Token ids whose logprobs are returned instead of the top ones', up to the engine's ``max_logprobs``.
-    logprob_token_ids: list[int] | None = None
-    #: Number of top logprobs at each position of the prompt.
-    prompt_logprobs: int | None = None
-    #: False: return token ids only, without stop strings.
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    #: Added to the logits of these token ids, each within [-100, 100].
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    n: Annotated[int, parameter("Completions of each prompt.", 1, MAX_CANDIDATES)] = 1
+    best_of: Annotated[
+        int | None, parameter("Sample this many, return the n with the highest logprobs; default: n.", 1)
+    ] = None
+    presence_penalty: Annotated[float, parameter("Subtracted once from logits of generated tokens.", -2.0, 2.0)] = 0.0
+    frequency_penalty: Annotated[
+        float, parameter("Subtracted from a token's logit each time it is generated.", -2.0, 2.0)
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        parameter(
+            "Divides positive logits of tokens in prompt or output, multiplies negative ones; 1: off.", 0.0, above=True
+        ),
+    ] = 1.0
+    temperature: Annotated[float, parameter("Divides the logits; below 1e-5: greedy.", 0.0)] = 1.0
+    top_p: Annotated[
+        float,
+        parameter("Sample from the smallest set of top tokens with this probability; 1: off.", 0.0, 1.0, above=True),
+    ] = 1.0
+    top_k: Annotated[int, parameter("Sample from this many top tokens; 0 or -1: off.", -1)] = 0
+    min_p: Annotated[float, parameter("Drop tokens below this share of the top probability; 0: off.", 0.0, 1.0)] = 0.0
+    seed: Annotated[
+        int | None,
+        parameter(
+            "Seed of the request's random numbers; completion i uses seed + i. Default: drawn from the engine's seed.",
+            -(2**63), 2**64 - 1,
+        ),
+    ] = None  # fmt: skip
+    stop: Annotated[str | list[str] | None, parameter("Texts that end the answer, and are cut off.")] = None
+    stop_token_ids: Annotated[list[int] | None, parameter("Token ids that end the answer.")] = None
+    bad_words: Annotated[list[str] | None, parameter("Words that are never generated.")] = None
+    include_stop_str_in_output: Annotated[bool, parameter("Keep the stop text in the answer.")] = False
+    ignore_eos: Annotated[bool, parameter("Continue after an end-of-sequence token.")] = False
+    max_tokens: Annotated[
+        int | None,
+        parameter(
+            "Maximum tokens to generate; refused if they do not fit the context after the prompt, except for the "
+            "default, which is cut. None: as many as fit. 0: only compute the prompt, for its logprobs.", 0,
+        ),
+    ] = DEFAULT_MAX_TOKENS  # fmt: skip
+    min_tokens: Annotated[
+        int, parameter("No end-of-sequence token, not even an ignored one, and no stop token before this many.", 0)
+    ] = 0
+    logprobs: Annotated[
+        int | None,
+        parameter(
+            "Top logprobs at each position beside the chosen token's, up to the engine's max_logprobs. -1: all.", -1
+        ),
+    ] = None
+    logprob_token_ids: Annotated[
+        list[int] | None, parameter("Return logprobs of these tokens, not of the top ones.")
+    ] = None
+    prompt_logprobs: Annotated[int | None, parameter("Top logprobs at each position of the prompt.", -1)] = None
+    detokenize: Annotated[bool, parameter("Turn token ids into text; off: no stop texts either.")] = True
+    skip_special_tokens: Annotated[bool, parameter("Leave special tokens out of the text.")] = True
+    logit_bias: Annotated[
+        dict[int, float] | None,
+        parameter('Added to the logits of these token ids, as in {"13": -5.0}; each within [-100, 100].', -100, 100),
+    ] = None
+    allowed_token_ids: Annotated[list[int] | None, parameter("Only these token ids are generated.")] = None
     #: Applied to the logits first; only in the engine's process.
     logits_processors: list[LogitsProcessor] | None = None
-    #: Arguments of the engine's logits processors (option ``logits_processors``), by name.
-    extra_args: dict[str, Any] | None = None
-    #: Maximum tokens of reasoning, after which its end mark is forced. 0: none; -1 or None: no limit.
-    thinking_token_budget: int | None = None
-    #: Keep only the last tokens of the prompt. -1: as many as leave room for ``max_tokens``.
-    truncate_prompt_tokens: int | None = None
-    #: Also a mapping of its fields.
-    structured_outputs: StructuredOutputsParams | None = None
+    extra_args: Annotated[
+        dict[str, Any] | None,
+        parameter('Arguments of the engine\'s logits processors (option logits_processors), as in {"scale": 0.5}.'),
+    ] = None
+    thinking_token_budget: Annotated[
+        int | None,
+        parameter("Maximum tokens of reasoning, after which its end mark is forced; 0: none, -1: no limit.", -1),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, parameter("Keep this many last tokens of the prompt; -1: as many as leave room for max_tokens.", -1)
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputsParams | None,
+        parameter('Constraint on the answer, as in {"regex": "[0-9]+"}; others are json, choice, grammar.'),
+    ] = None
     #: None: the default of the method.
     output_kind: RequestOutputKind | None = None
-    # Fields of vLLM with one value here, see ``FOREIGN_FIELDS``:
+    # Fields of vLLM with one value here (``octavo/core/foreign.json``):
     guided_decoding: None = None
     spaces_between_special_tokens: bool = True
     flat_logprobs: bool = False
@@ -238,83 +371,50 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
         """Checks every field, also once more when a request arrives; raises InvalidRequestError."""
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        self._check_numbers()
-        self._check_lists()
+        check_parameters(self)
+        if self.best_of is not None:
+            check_integer("best_of", self.best_of, self.n, MAX_CANDIDATES)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            problem = f"must not be greater than max_tokens ({self.max_tokens})"
+            raise InvalidRequestError(problem, path="min_tokens", got=self.min_tokens)
+        check_truncation(self.truncate_prompt_tokens)
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError("needs detokenize=True", path="stop")
+        if self.logprob_token_ids is not None:
+            if self.logprobs:
+                raise InvalidRequestError("names the tokens; leave logprobs None, or 0", path="logprob_token_ids")
+            self.logprobs = 0
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError("must not be empty; leave it None to allow every token", path="allowed_token_ids")
+        self._check_biases()
+        processors = () if self.logits_processors is None else self.logits_processors
+        if not isinstance(processors, (list, tuple)) or not all(map(callable, processors)):
+            raise InvalidRequestError("must be a list of callables", path="logits_processors", got=processors)
         if self.structured_outputs is not None:
             self.structured_outputs = structured_outputs_of(self.structured_outputs)
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
-            raise InvalidRequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}")
-        for name, reason in FOREIGN_FIELDS.items():
-            default, value = _FOREIGN_DEFAULTS[name], getattr(self, name)
-            if value is not default:
-                raise InvalidRequestError(f"{name} must be {default}, not {value!r}: {reason}")
+            raise InvalidRequestError("must be a RequestOutputKind", path="output_kind", got=self.output_kind)
+        for name, meaning in FOREIGN["SamplingParams"].items():
+            if (value := getattr(self, name)) is not meaning.default:
+                raise InvalidRequestError(f"must be {meaning.default}, not {value!r}: {meaning.reason}", path=name)
 
     def clone(self) -> SamplingParams:
         """A deep copy that shares logits processors."""
         return copy.deepcopy(self, {id(f): f for f in self.logits_processors or ()})
 
-    def _check_numbers(self) -> None:
-        check_integer("n", self.n, 1, MAX_CANDIDATES)
-        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above=True)
-        check_number("temperature", self.temperature, 0.0, math.inf)
-        check_number("top_p", self.top_p, 0.0, 1.0, above=True)
-        check_integer("top_k", self.top_k, -1, None)
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        check_integer("min_tokens", self.min_tokens, 0, None)
-        optional = (
-            ("best_of", self.n, MAX_CANDIDATES), ("seed", -(2**63), 2**64 - 1), ("max_tokens", 0, None),
-            ("thinking_token_budget", -1, None), ("truncate_prompt_tokens", -1, None),
-            ("logprobs", -1, None), ("prompt_logprobs", -1, None),  # at most max_logprobs, an option of the engine
-        )  # fmt: skip
-        for name, low, high in optional:
-            if (value := getattr(self, name)) is not None:
-                check_integer(name, value, low, high)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens ({self.min_tokens}) must not be greater than max_tokens ({self.max_tokens})"
-            )
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidRequestError("truncate_prompt_tokens must be at least 1, or -1, not 0")
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
-
-    def _check_lists(self) -> None:
-        _texts("stop", self.stop)
-        _texts("bad_words", self.bad_words)
-        if self.stop and not self.detokenize:
-            raise InvalidRequestError("stop strings need detokenize=True")
-        _token_ids("stop_token_ids", self.stop_token_ids)
-        _token_ids("allowed_token_ids", self.allowed_token_ids)
-        _token_ids("logprob_token_ids", self.logprob_token_ids)
-        if self.logprob_token_ids is not None:
-            if self.logprobs:
-                raise InvalidRequestError("logprob_token_ids names the tokens; leave logprobs None, or 0")
-            self.logprobs = 0
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequestError("allowed_token_ids must not be empty; leave it None to allow every token")
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, dict):
-                raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
-            # Keys of JSON objects are texts: {"50256": -100}.
-            try:
-                self.logit_bias = {int(k) if isinstance(k, str) else k: v for k, v in self.logit_bias.items()}
-            except ValueError:
-                raise InvalidRequestError(
-                    f"logit_bias must map token ids to numbers, not {self.logit_bias!r}"
-                ) from None
-            _token_ids("logit_bias", list(self.logit_bias))
-            for token, bias in self.logit_bias.items():
-                check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
-        if self.logits_processors is not None and not isinstance(self.logits_processors, (list, tuple)):
-            raise InvalidRequestError(f"logits_processors must be a list of callables, not {self.logits_processors!r}")
-        if self.extra_args is not None and not isinstance(self.extra_args, dict):
-            raise InvalidRequestError(f"extra_args must map names to values, not {self.extra_args!r}")
-        for f in self.logits_processors or ():
-            if not callable(f):
-                raise InvalidRequestError(f"logits_processors must be callables, not {f!r}")
+    def _check_biases(self) -> None:
+        if self.logit_bias is None:
+            return
+        # Keys of JSON objects are texts: {"50256": -100}.
+        try:
+            self.logit_bias = {int(k) if isinstance(k, str) else k: v for k, v in self.logit_bias.items()}
+        except ValueError:
+            problem = "must map token ids to numbers"
+            raise InvalidRequestError(problem, path="logit_bias", got=self.logit_bias) from None
+        _check_token_ids("logit_bias", list(self.logit_bias))
+        declared = parameters(SamplingParams)["logit_bias"]
+        for token, bias in self.logit_bias.items():
+            check_number(f"logit_bias[{token}]", bias, declared.low, declared.high)
 
     @property
     def num_sequences(self) -> int:
@@ -352,11 +452,6 @@ def describe_sampling(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-_FOREIGN_DEFAULTS = {
-    field.name: field.default for field in msgspec.structs.fields(SamplingParams) if field.name in FOREIGN_FIELDS
-}
-
-
 def excluding_fields(params: SamplingParams) -> list[str]:
     """Fields of a request that exclude tokens, such as ``structured_outputs.regex``; ``logit_bias`` excludes none."""
     names = [name for name in ("bad_words", "allowed_token_ids", "min_tokens", "extra_args") if getattr(params, name)]
@@ -367,50 +462,19 @@ def excluding_fields(params: SamplingParams) -> list[str]:
     return names
 
 
-def no_token_message(fields: Sequence[str], num_tokens: int) -> str:
+def no_token_error(fields: Sequence[str], num_tokens: int) -> InvalidRequestError:
     """The error of a request whose ``excluding_fields`` leave no token after ``num_tokens`` tokens of output."""
-    verb = "excludes" if len(fields) == 1 else f"and {', '.join(fields[1:])} together exclude"
-    place = f"after {num_tokens} tokens of the output"
-    return f"{fields[0]} {verb} every token {place}: all are masked, and {NO_TOKEN_LEFT}"
+    verb = "excludes" if len(fields) == 1 else "together exclude"
+    problem = f"{verb} every token after {num_tokens} tokens of the output: all are masked, and {NO_TOKEN_LEFT}"
+    return InvalidRequestError(problem, path=fields[0], also=fields[1:])
 
 
-def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
-    """Raises InvalidRequestError for anything but a finite number in [low, high], or in (low, high] if ``above``."""
-    # NaN is not within the range of float, nor is every integer.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise InvalidRequestError(f"{name} must be a finite number, not {value!r}")
-    if value < low or value > high or (above and value == low):
-        if high == math.inf:
-            raise InvalidRequestError(f"{name} must be {'greater than' if above else 'at least'} {low:g}, not {value}")
-        raise InvalidRequestError(f"{name} must be in {'(' if above else '['}{low:g}, {high:g}], not {value}")
-
-
-def check_integer(name: str, value: object, low: int, high: int | None) -> None:
-    """Raises InvalidRequestError for anything but an integer in [low, high], or from low on if ``high`` is None."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequestError(f"{name} must be an integer, not {value!r}")
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise InvalidRequestError(f"{name} must be {limit}, not {value}")
-
-
-def _texts(name: str, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, list) or not all(isinstance(t, str) and t for t in value):
-        raise InvalidRequestError(f"{name} must be a list of non-empty texts, not {value!r}")
-    if len(value) > MAX_STOPS:
-        raise InvalidRequestError(f"{name} may hold at most {MAX_STOPS} texts, not {len(value)}")
-
-
-def _token_ids(name: str, value: Sequence[int] | None) -> None:
-    if value is None:
-        return
-    if not isinstance(value, (list, tuple)):
-        raise InvalidRequestError(f"{name} must be a list of token ids, not {value!r}")
-    for token in value:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise InvalidRequestError(f"{name} must hold token ids (integers from 0), not {token!r}")
+def grammar_error(message: str | None, params: SamplingParams) -> InvalidRequestError | None:
+    """The error of a request whose grammar failed in a worker with this message; None: it has another cause."""
+    structured = params.structured_outputs
+    if structured is None or message is None or not message.startswith((UNUSABLE, TOO_COSTLY)):
+        return None
+    return InvalidRequestError(message.partition("\n")[0], path=f"structured_outputs.{structured.form}")
 
 
 # Beam search.
@@ -428,18 +492,20 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ``generated_tokens ** length_penalty``. Raises InvalidRequestError for a wrong type or range.
     """
 
-    #: Number of hypotheses, returned best first.
-    beam_width: int
-    #: As in ``SamplingParams``.
-    max_tokens: int = DEFAULT_MAX_TOKENS
-    #: Above 0 favours long hypotheses, below 0 short ones.
-    length_penalty: float = 1.0
+    beam_width: Annotated[int, parameter("Hypotheses, and answers, best first.", 1, MAX_BEAM_WIDTH)]
+    max_tokens: Annotated[int, parameter("Maximum tokens to generate.", 1)] = DEFAULT_MAX_TOKENS
+    length_penalty: Annotated[float, parameter("Beam search: above 0 favours long answers, below 0 short ones.")] = 1.0
     #: True: end with ``beam_width`` complete hypotheses. False: continue while a running one scores better now.
     #: "never": continue while a running one could score better at any length.
-    early_stopping: bool | Literal["never"] = False
-    #: Continue after EOS tokens.
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
+    early_stopping: Annotated[
+        bool | Literal["never"],
+        parameter(
+            "Beam search ends at beam_width complete answers (true), when no running one scores better now (false), or "
+            "when none can at any length (never)."
+        ),
+    ] = False
+    ignore_eos: Annotated[bool, parameter("Continue after an end-of-sequence token.")] = False
+    skip_special_tokens: Annotated[bool, parameter("Leave special tokens out of the text.")] = True
     #: Of vLLM; 0 here.
     temperature: float = 0.0
 
@@ -448,19 +514,13 @@ class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def validate(self) -> None:
         """Raises InvalidRequestError with the invalid field and its value."""
-        check_integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        check_integer("max_tokens", self.max_tokens, 1, None)
-        check_number("length_penalty", self.length_penalty, -math.inf, math.inf)
+        check_parameters(self)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise InvalidRequestError(f"early_stopping must be True, False or 'never', not {self.early_stopping!r}")
-        check_number("temperature", self.temperature, 0.0, math.inf)
+            raise InvalidRequestError("must be True, False or 'never'", path="early_stopping", got=self.early_stopping)
+        check_number("temperature", self.temperature, 0.0, None)
         if self.temperature:
-            raise InvalidRequestError(
-                f"temperature must be 0 with beam search, not {self.temperature!r}: it takes the likeliest tokens"
-            )
-        for name in ("ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
+            problem = f"must be 0 with beam search, not {self.temperature!r}: it takes the likeliest tokens"
+            raise InvalidRequestError(problem, path="temperature")
 
 
 # Transcription.

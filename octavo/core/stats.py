@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -16,15 +17,91 @@ from octavo.core.files import read_bounded
 S = TypeVar("S", bound=msgspec.Struct)
 
 
+# A statistic is declared once, as an annotated field: ``/metrics``, ``LLM.get_metrics`` and the reference page are made
+# of the declarations.
+
+
+class Family(NamedTuple):
+    """A metric of ``/metrics``, without the prefix ``octavo_``; the series of statistics that share it have labels."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    text: str
+    labels: tuple[str, ...] = ()
+    #: Whether it is a metric of ``LLM.get_metrics`` alone.
+    is_offline: bool = False
+
+
+class Statistic(NamedTuple):
+    """A declared statistic."""
+
+    family: Family
+    #: Value of the family's last label.
+    value: str
+    text: str
+    #: In ``LLM.get_metrics``, without the prefix ``octavo_``.
+    name: str
+
+
+def series(family: Family, value: str, text: str = "", name: str = "") -> Any:
+    """The annotation of a statistic that is one of several series of a family."""
+    declared = Statistic(family, value, text or family.text, name or f"{family.name}_{value}")
+    return msgspec.Meta(extra={"statistic": declared})
+
+
+def gauge(name: str, text: str) -> Any:
+    """The annotation of a value now."""
+    return msgspec.Meta(extra={"statistic": Statistic(Family(name, "gauge", text), "", text, name)})
+
+
+def total(name: str, text: str, labels: tuple[str, ...] = (), *, is_offline: bool = False) -> Any:
+    """The annotation of a total since the start; a list has one series for each entry, labelled by its index."""
+    return msgspec.Meta(
+        extra={"statistic": Statistic(Family(name, "counter", text, labels, is_offline), "", text, name)}
+    )
+
+
+@functools.cache
+def statistics(kind: type[msgspec.Struct]) -> dict[str, Statistic]:
+    """The declared statistics of a struct, by field."""
+    return {
+        field.name: meta.extra["statistic"]
+        for field in msgspec.structs.fields(kind)
+        for meta in getattr(field.type, "__metadata__", ())
+    }
+
+
+REQUESTS = Family("requests", "gauge", "Requests in the engine now, by state.", ("state",))
+BLOCKS = Family("kv_cache_blocks", "gauge", "KV cache blocks now, by state.", ("state",))
+#: Begins where layers have KV entries of different sizes.
+GROUP_BLOCKS = Family(
+    "kv_cache_group_blocks", "gauge",
+    "KV cache blocks now, of each group of layers with equal KV entries, by state. window: tokens that its layers "
+    "attend to; all: the whole context.", ("group", "window", "state"),
+)  # fmt: skip
+CAPACITY = Family("kv_cache_capacity_blocks", "gauge", "KV cache blocks in all.")
+PREEMPTIONS = Family("preemptions", "counter", "Requests set back to make room, by kind.", ("kind",))
+STEP_TOKENS = Family("step_tokens", "counter", "Tokens computed in steps, by phase; recomputed ones again.", ("phase",))
+ADAPTERS = Family(
+    "adapters", "gauge", "Adapters now: in slots on the device, in host memory, being loaded.", ("place",)
+)
+EVICTIONS = Family("adapter_evictions", "counter", "Adapters that lost their place to others.", ("place",))
+GRAMMARS = Family("grammar_compilations", "counter", "Grammars compiled for the first time, by result.", ("result",))
+ADMISSIONS = Family(
+    "adapter_admissions", "counter",
+    "Admissions of requests with an adapter: in its slot already (hit), or given one (miss).", ("slot",),
+)  # fmt: skip
+
+
 class GroupState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Blocks of one KV group now; see ``SchedulerState``."""
 
     #: Attention window in tokens; None: the whole context.
     window: int | None
-    used: int
-    cached: int
-    free: int
-    pinned: int
+    used: Annotated[int, series(GROUP_BLOCKS, "used")]
+    cached: Annotated[int, series(GROUP_BLOCKS, "cached")]
+    free: Annotated[int, series(GROUP_BLOCKS, "free")]
+    pinned: Annotated[int, series(GROUP_BLOCKS, "pinned")]
     host_used: int
 
     @property
@@ -43,73 +120,90 @@ class GroupState(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class AdapterStats(msgspec.Struct, array_like=True, gc=False):
     """LoRA and prompt adapters: numbers now, and totals since the start."""
 
-    # Now:
-    in_slots: int = 0
+    in_slots: Annotated[int, series(ADAPTERS, "slot")] = 0
     #: Including those in slots.
-    in_host: int = 0
-    loading: int = 0
-    # Totals:
-    loads: int = 0
-    failed_loads: int = 0
-    slot_evictions: int = 0
-    host_evictions: int = 0
-    #: Admissions of requests whose adapter had a slot, or got one.
-    slot_hits: int = 0
-    slot_misses: int = 0
-    #: Seconds of steps for filling slots and waiting for adapters: total, and maximum of a step.
-    seconds: float = 0.0
-    longest_seconds: float = 0.0
+    in_host: Annotated[int, series(ADAPTERS, "host")] = 0
+    loading: Annotated[int, series(ADAPTERS, "loading")] = 0
+    loads: Annotated[int, total("adapter_loads", "Loads of adapters from files.")] = 0
+    failed_loads: Annotated[int, total("adapter_failed_loads", "Loads that failed.")] = 0
+    slot_evictions: Annotated[int, series(EVICTIONS, "slot")] = 0
+    host_evictions: Annotated[int, series(EVICTIONS, "host")] = 0
+    slot_hits: Annotated[int, series(ADMISSIONS, "hit")] = 0
+    slot_misses: Annotated[int, series(ADMISSIONS, "miss")] = 0
+    seconds: Annotated[
+        float, total("adapter_stall_seconds", "Time in which steps placed adapters or waited for one.")
+    ] = 0.0
+    longest_seconds: Annotated[
+        float, gauge("adapter_longest_stall_seconds", "The longest of these times in one step.")
+    ] = 0.0
 
 
 class GrammarStats(msgspec.Struct):
     """Totals of grammar compilation, without cached grammars."""
 
-    compiled: int = 0
-    refused: int = 0
-    seconds: float = 0.0
-    #: Requests that wait for their grammar now.
-    waiting: int = 0
+    compiled: Annotated[int, series(GRAMMARS, "compiled")] = 0
+    refused: Annotated[int, series(GRAMMARS, "refused")] = 0
+    seconds: Annotated[float, total("grammar_compile_seconds", "Processor time of compiling grammars.")] = 0.0
+    waiting: Annotated[
+        int, gauge("grammars_compiling", "Requests whose grammar is being compiled, or waits for it.")
+    ] = 0
 
 
 class SpeculationStats(msgspec.Struct, array_like=True):
     """Totals of speculative decoding since the start."""
 
-    #: Steps of sequences with draft tokens.
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    #: Drafts accepted up to their first token, their second, ...
-    accepted_per_position: list[int] = []
-    #: Sequences for which the drafter failed.
-    failures: int = 0
+    drafts: Annotated[int, total("spec_decode_num_drafts", "Drafts that were verified.")] = 0
+    draft_tokens: Annotated[int, total("spec_decode_num_draft_tokens", "Tokens of drafts.")] = 0
+    accepted_tokens: Annotated[
+        int, total("spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted.")
+    ] = 0
+    accepted_per_position: Annotated[
+        list[int],
+        total(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts of which the token at this position was accepted.", ("position",),
+        ),
+    ] = []  # fmt: skip
+    failures: Annotated[
+        int, total("spec_decode_num_failures", "Completions that went on without drafts as the drafter failed.")
+    ] = 0
 
 
 class SchedulerState(msgspec.Struct, gc=False):
     """Queues and blocks now, and totals since the start."""
 
-    steps: int = 0
-    # Requests and blocks now:
-    num_waiting: int = 0
-    num_running: int = 0
-    num_swapped: int = 0
+    steps: Annotated[int, total("steps", "Steps of the engine.", is_offline=True)] = 0
+    num_waiting: Annotated[
+        int, series(REQUESTS, "waiting", "Requests that wait for their first step, or to be computed again.")
+    ] = 0
+    num_running: Annotated[int, series(REQUESTS, "running", "Requests that run.")] = 0
+    num_swapped: Annotated[int, series(REQUESTS, "swapped", "Requests whose blocks are in host memory.")] = 0
     # Sums over KV groups:
-    blocks_used: int = 0
+    blocks_used: Annotated[int, series(BLOCKS, "used", "KV cache blocks that requests hold.")] = 0
     #: In the prefix cache, used by no sequence.
-    blocks_cached: int = 0
-    blocks_free: int = 0
-    #: Of shared prefixes; not among those in use.
-    blocks_pinned: int = 0
-    host_blocks_used: int = 0
-    # Totals:
-    preemptions_by_recompute: int = 0
-    preemptions_by_swap: int = 0
-    #: Tokens whose KV entries preemption dropped.
-    recomputed_tokens: int = 0
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    #: Prompt tokens looked up in the prefix cache, and hits.
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
+    blocks_cached: Annotated[int, series(BLOCKS, "cached", "Blocks kept for prompts that begin alike.")] = 0
+    blocks_free: Annotated[int, series(BLOCKS, "free", "Blocks that hold nothing.")] = 0
+    #: Not among those in use.
+    blocks_pinned: Annotated[int, series(BLOCKS, "pinned", "Blocks that hold shared prefixes.")] = 0
+    host_blocks_used: Annotated[int, gauge("kv_cache_host_used_blocks", "Host memory blocks that hold swapped KV.")] = 0
+    preemptions_by_recompute: Annotated[
+        int,
+        series(PREEMPTIONS, "recompute", "Requests set back to be computed again.", name="preemptions_by_recompute"),
+    ] = 0
+    preemptions_by_swap: Annotated[
+        int, series(PREEMPTIONS, "swap", "Requests whose blocks were moved to host memory.", name="preemptions_by_swap")
+    ] = 0
+    recomputed_tokens: Annotated[
+        int, total("recomputed_tokens", "Tokens whose KV entries were given up by preemption.", is_offline=True)
+    ] = 0
+    swapped_out_blocks: Annotated[int, total("swapped_out_blocks", "Blocks moved to host memory.", is_offline=True)] = 0
+    swapped_in_blocks: Annotated[
+        int, total("swapped_in_blocks", "Blocks moved back from host memory.", is_offline=True)
+    ] = 0
+    prefix_queried_tokens: Annotated[
+        int, total("prefix_cache_queried_tokens", "Prompt tokens looked up in the prefix cache.")
+    ] = 0
+    prefix_hit_tokens: Annotated[int, total("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.")] = 0
     #: By KV group, if there are several.
     groups: list[GroupState] = []
     adapters: AdapterStats | None = None
@@ -129,8 +223,13 @@ class SchedulerState(msgspec.Struct, gc=False):
 class SchedulerStats(SchedulerState, gc=False):
     """A state of the scheduler, with totals of computed tokens."""
 
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
+    prefill_tokens: Annotated[
+        int, series(STEP_TOKENS, "prefill", "Prompt tokens computed; recomputed ones again.", name="prefill_tokens")
+    ] = 0
+    decode_tokens: Annotated[
+        int,
+        series(STEP_TOKENS, "decode", "Tokens of output computed; of drafts, those accepted.", name="decode_tokens"),
+    ] = 0
     #: Slots without a token in used blocks, now.
     empty_slots: int = 0
 
@@ -152,13 +251,6 @@ class StepStats(SchedulerState, frozen=True, array_like=True, gc=False):  # type
     replica: int = 0
 
 
-#: Fields of ``SchedulerStats`` that are not totals.
-_NOW = (
-    *("num_waiting", "num_running", "num_swapped", "host_blocks_used", "empty_slots"),
-    *("blocks_used", "blocks_cached", "blocks_free", "blocks_pinned"),
-)
-
-
 def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
     total = _sum(replicas)
     total.groups = [sum_groups(groups) for groups in zip(*(replica.groups for replica in replicas), strict=True)]
@@ -176,7 +268,8 @@ def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
 
 def ended_stats(stats: SchedulerStats) -> SchedulerStats:
     """The totals of an engine core that has ended."""
-    ended = msgspec.structs.replace(stats, **dict.fromkeys(_NOW, 0))
+    now = [name for name, declared in statistics(SchedulerStats).items() if declared.family.kind == "gauge"]
+    ended = msgspec.structs.replace(stats, **dict.fromkeys(now, 0), empty_slots=0)
     ended.groups = [GroupState(group.window, 0, 0, 0, 0, 0) for group in stats.groups]
     if stats.adapters is not None:
         ended.adapters = msgspec.structs.replace(stats.adapters, in_slots=0, in_host=0, loading=0)
@@ -221,40 +314,14 @@ class Gauge(Metric):
     __slots__ = ()
 
 
-#: (kind, name without prefix, field of ``SchedulerStats``, description)
-_TABLE = (
-    (Gauge, "requests_running", "num_running", "Requests that run."),
-    (Gauge, "requests_waiting", "num_waiting", "Requests that wait for their first step, or to be computed again."),
-    (Gauge, "requests_swapped", "num_swapped", "Requests whose blocks are in host memory."),
-    (Gauge, "kv_cache_blocks_used", "blocks_used", "KV cache blocks that requests hold."),
-    (Gauge, "kv_cache_blocks_cached", "blocks_cached", "Blocks kept for prompts that begin alike."),
-    (Gauge, "kv_cache_blocks_pinned", "blocks_pinned", "Blocks that hold shared prefixes."),
-    (Gauge, "kv_cache_blocks_free", "blocks_free", "Blocks that hold nothing."),
-    (Gauge, "kv_cache_host_used_blocks", "host_blocks_used", "Host memory blocks that hold swapped KV."),
-    (Counter, "steps", "steps", "Steps of the engine."),
-    (Counter, "prefill_tokens", "prefill_tokens", "Prompt tokens computed; recomputed ones again."),
-    (Counter, "decode_tokens", "decode_tokens", "Tokens of output computed; of drafts, those accepted."),
-    (Counter, "prefix_cache_queried_tokens", "prefix_queried_tokens", "Prompt tokens looked up in the prefix cache."),
-    (Counter, "prefix_cache_hit_tokens", "prefix_hit_tokens", "Prompt tokens found in the prefix cache."),
-    (Counter, "preemptions_by_recompute", "preemptions_by_recompute", "Requests set back to be computed again."),
-    (Counter, "preemptions_by_swap", "preemptions_by_swap", "Requests whose blocks were moved to host memory."),
-    (Counter, "recomputed_tokens", "recomputed_tokens", "Tokens whose KV entries were given up by preemption."),
-    (Counter, "swapped_out_blocks", "swapped_out_blocks", "Blocks moved to host memory."),
-    (Counter, "swapped_in_blocks", "swapped_in_blocks", "Blocks moved back."),
-)
-
-_SPECULATION = {
-    "drafts": "Drafts that were verified.",
-    "draft_tokens": "Tokens of drafts.",
-    "accepted_tokens": "Tokens of drafts that were accepted.",
-}
-
-
 def metrics_of(stats: SchedulerStats) -> list[Metric]:
-    metrics: list[Metric] = [kind(f"octavo_{name}", getattr(stats, field), text) for kind, name, field, text in _TABLE]
-    for name, text in _SPECULATION.items() if stats.speculation is not None else ():
-        metrics.append(Counter(f"octavo_spec_decode_num_{name}", getattr(stats.speculation, name), text))
-    return metrics
+    return [
+        (Gauge if declared.family.kind == "gauge" else Counter)(f"octavo_{declared.name}", value, declared.text)
+        for part in (stats, stats.speculation)
+        if part is not None
+        for name, declared in statistics(type(part)).items()
+        if isinstance(value := getattr(part, name), int)
+    ]
 
 
 # Views of an engine, for monitoring: blocks, queues, last steps, and changes.

@@ -317,12 +317,14 @@ _STEPS = frozenset({"", ".", ".."})
 def allowed_path(folder: Path, path: str) -> str:
     """Resolves an adapter's path, absolute or relative to ``folder``; a path or a link out of the folder is refused."""
     if "\0" in path:
-        raise AdapterError("lora_path must not contain a null character")
+        raise AdapterError("lora_path must not contain a null character", field="lora_path")
     root = Path(os.path.realpath(folder))
     real = Path(os.path.realpath(root / path))
     # The error does not tell whether a path outside exists.
     if not real.is_relative_to(root) or real == root:
-        raise AdapterError(f"lora_path {path!r:.300} is not within the folder of adapters that this server allows")
+        raise AdapterError(
+            f"lora_path {path!r:.300} is not within the folder of adapters that this server allows", field="lora_path"
+        )
     if not real.exists():
         raise AdapterNotFoundError(f"there is no adapter at lora_path {path!r:.300}")
     for number, file in enumerate(os.scandir(real) if real.is_dir() else ()):

@@ -1,4 +1,4 @@
-"""The engine for a program with an event loop; here what its operator asks of it, such as to load adapters."""
+"""The engine for a program with an event loop: requests as streams, pauses, and the replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import importlib
 import logging
 import math
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Hashable, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,27 +20,23 @@ from octavo.config.sources import resolve_config
 from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, InvalidRequestError, OctavoError
 from octavo.core.model_config import ModelConfig
 from octavo.core.outputs import Pooled, PoolingParams, RequestOutput
-from octavo.core.plan import EngineCoreOutputs, GroupOutput
 from octavo.core.request import (
     DEFAULT_OPTIONS,
-    LoRARequest,
     Prompt,
     RequestOptions,
-    SequenceStatus,
     options_from_keywords,
 )
 from octavo.core.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from octavo.core.stats import EngineView, SchedulerStats, sum_stats
-from octavo.engine.adapters import AdapterRegistry
+from octavo.core.stats import EngineView
+from octavo.engine.core_client import CoreClient, ProcessStarter, watch
 from octavo.engine.core_start import CoreProcess
-from octavo.engine.front_end import FrontEnd, log_stats, make_stat_loggers, name_adapters, name_requests, request_id_of
-from octavo.engine.input_processor import InputProcessor
-from octavo.engine.messages import NO_REPLY, Abort, Call, StepDone, Stop, Unpin
+from octavo.engine.front_end import FrontEnd, log_stats, make_stat_loggers, name_adapters, name_requests
+from octavo.engine.messages import StepDone
 from octavo.engine.model_files import check_classes, find_model
+from octavo.engine.operations import EngineOperations, P, T
 from octavo.engine.output_processor import RequestState
-from octavo.engine.replicas import CORE_ENDED, Migration, Replicas, ReplicaState
+from octavo.engine.replicas import ProcessReplicas, ReplicaState, RestartLimit
 from octavo.engine.tokenizer import Tokenizer
-from octavo.executor.worker import function_name
 from octavo.loader.resolve import description_digest
 from octavo.process.startup import ProcessProfile, phase
 
@@ -57,7 +54,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 MAX_SEQUENCES_AT_ONCE = 64
 
 
-class AsyncLLM:
+class AsyncLLM(EngineOperations):
     """A model that serves many requests at once; its engine cores are other processes, so no step waits for this one.
 
     >>> llm = AsyncLLM("smollm2-135m", max_num_seqs=64)
@@ -70,16 +67,12 @@ class AsyncLLM:
     ``InvalidRequestError``; the others continue. All methods are for one event loop.
     """
 
-    front_end: FrontEnd
-    tokenizer: Tokenizer
-    inputs: InputProcessor
-    adapters: AdapterRegistry
     model_config: ModelConfig
     #: Longest sequence in tokens, prompt and output together.
     max_model_len: int
     startup_profiles: list[ProcessProfile]
-    _replicas: Replicas
-    _migration: Migration
+    _replicas: ProcessReplicas
+    _starter: ProcessStarter
 
     def __init__(
         self, model: str | os.PathLike[str] | EngineConfig, *, stat_loggers: Sequence[StatLogger] = (), **options: Any
@@ -96,17 +89,21 @@ class AsyncLLM:
         else:
             self.config = model
         check_classes(self.config)
-        self.stat_loggers: list[StatLogger] = [*make_stat_loggers(self.config), *stat_loggers]
+        super().__init__([*make_stat_loggers(self.config), *stat_loggers])
         #: Set when all cores are lost for good, but not by ``shutdown``.
         self.died = asyncio.Event()
-        self.is_sleeping = False
         #: Cleared while generation is paused.
         self._accepts = asyncio.Event()
         self._accepts.set()
-        self._end: Awaitable[None] | None = None
+        self._ending: Awaitable[None] | None = None
         self._loading = asyncio.Lock()
         self._loaded = False
-        self._open = _OpenStreams()
+        #: Streams of open requests by group; prompt tokens of those that have not begun; requests that are prepared.
+        self._streams: dict[int, RequestStream] = {}
+        self._queued = QueuedTokens()
+        self._num_preparing = 0
+        #: Set when one of these ends.
+        self._one_ended = asyncio.Event()
         self._error: EngineDeadError | None = None
         #: Whether open requests may finish during the shutdown.
         self._lets_finish = False
@@ -145,7 +142,8 @@ class AsyncLLM:
             except BaseException:
                 await process.end_and_wait()
                 raise
-            self._replicas.watch(self.config.step_timeout)
+            self._replicas.start_task(watch(self._replicas, self.config.step_timeout))
+            self._starter.fill_reserve()
             try:
                 prefixes = self.front_end.prefixes
                 for text, name in self.front_end.files.prefixes:
@@ -158,33 +156,31 @@ class AsyncLLM:
 
     async def _load(self, process: CoreProcess) -> None:
         config, loop = self.config, asyncio.get_running_loop()
-        more = [CoreProcess() for _ in range(config.data_parallel_size - 1)]
-        self._replicas = replicas = Replicas([process, *more], config)
-        clients = [replica.client for replica in replicas.all]
-        start = partial(
-            replicas.starter.begin, clients, config.model_dump(exclude_unset=True), logger.getEffectiveLevel()
-        )
+        self._starter = starter = ProcessStarter(config.standby_engines, RestartLimit(config.engine_restarts))
+        cores = [CoreClient(each) for each in (process, *(CoreProcess() for _ in range(config.data_parallel_size - 1)))]
+        start = partial(starter.begin, cores, config.model_dump(exclude_unset=True), logger.getEffectiveLevel())
         try:
             with phase("model files and tokenizer"):
                 model = await asyncio.to_thread(find_model, config, partial(loop.call_soon_threadsafe, start))
-            replicas.starter.description = await asyncio.to_thread(description_digest, model.folder)
+            starter.description = await asyncio.to_thread(description_digest, model.folder)
             if config.enable_lora:  # imported now, so that the first adapter delays no request
                 await asyncio.to_thread(importlib.import_module, "octavo.loader.adapters")
             with phase("waiting for the engine core"):
-                ready = await replicas.ready()
+                ready = await asyncio.gather(*(core.ready for core in cores))
+            if error := next((core.error for core in cores if core.error is not None), None):
+                raise error
         except BaseException:
-            await replicas.kill()
+            await asyncio.gather(*(core.kill() for core in cores))
             raise
-        self.front_end = front_end = FrontEnd(
-            model.with_config(ready.model_config), ready.max_model_len, crosses_process=True
-        )
-        self.tokenizer, self.inputs, self.adapters = front_end.tokenizer, front_end.inputs, front_end.adapters
-        self.model_config, self.max_model_len = ready.model_config, ready.max_model_len
-        self.startup_profiles = ready.profiles
-        self.adapters.on_unpin = lambda key: replicas.send_all(Call(NO_REPLY, "unpin_adapter", [key]))
-        replicas.on_step, replicas.on_start = self._receive, self._make_like_others
-        self._migration = Migration(replicas)
-        replicas.on_death, replicas.requests.on_failed = self._die, self._fail
+        starter.start_seconds = time.monotonic() - starter.created
+        replicas = ProcessReplicas(cores, starter, config)
+        self.model_config, self.max_model_len = ready[0].model_config, min(each.max_model_len for each in ready)
+        self.startup_profiles = [profile for each in ready for profile in each.profiles]
+        files = model.with_config(self.model_config)
+        self._use(FrontEnd(files, self.max_model_len, crosses_process=True), replicas)
+        self.adapters.on_unpin = self._unpin
+        replicas.on_step, replicas.on_start, replicas.on_death = self._receive, self._restore, self._die
+        replicas.requests.on_failed = self._fail
 
     async def __aenter__(self) -> Self:
         await self.ready()
@@ -227,7 +223,7 @@ class AsyncLLM:
         while True:
             await self._accepts.wait()
             self.check_alive()
-            with self._open.preparing():
+            with self._preparing():
                 prompt, options, adapter = await self.front_end.prepare(prompt, params, options)
                 if not self._accepts.is_set():
                     continue
@@ -295,24 +291,32 @@ class AsyncLLM:
         """
         await self.ready()
         options = options_from_keywords("transcribe", keywords, options)
-        from octavo.engine.transcription import transcribe_stream
+        from octavo.engine.transcription import StreamHost, transcribe_recording
         from octavo.speech.audio_files import DEFAULT_LIMITS
         from octavo.speech.transcription import TranscriptionParams
 
         params, limits = params or TranscriptionParams(), limits or DEFAULT_LIMITS
-        stream = transcribe_stream(self, request_id, audio, params, options, limits, scores=scores)
+        host, speech = StreamHost(self, request_id), self.front_end.speech
+        stream = transcribe_recording(speech, host, audio, params, options, limits, scores=scores)
         async with contextlib.aclosing(stream) as segments:
             async for segment in segments:
                 yield segment
 
     async def abort(self, request_id: str) -> None:
         """Ends a request; its stream gives its last output. No effect if it is not open."""
-        self._abort(request_id)
+        if self._loaded and (request := self._end(request_id)) is not None:
+            self._notify(request)
 
     async def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         await self.ready()
         return self.tokenizer
+
+    async def _in_thread(self, call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
+        return await asyncio.to_thread(call, *args, **keywords)
+
+    async def _tokenize(self, prompt: Prompt) -> Prompt:
+        return await self.front_end.tokenize(prompt)
 
     def _check_accepts(self, what: str, *, has_begun: bool = False) -> None:
         if not (has_begun and self._lets_finish):
@@ -321,68 +325,52 @@ class AsyncLLM:
             raise EngineStateError(f"the engine sleeps: wake_up(), or POST /wake_up, must come before {what}")
 
     def _send(self, request: RequestState, replica: int | None = None) -> RequestStream:
-        """Gives a request to ``replica``, or to the one that the router chooses."""
-        try:
-            self._replicas.requests.add(request, replica)
-        except OctavoError:
-            self.front_end.outputs.discard(request)
-            raise
-        return self._open.add(request, self._abandon)
+        self._add(request, replica)
+        stream = self._streams[request.group_id] = RequestStream(request, self._abandon)
+        self._queued.add(request.group_id, len(request.prompt_token_ids))
+        return stream
 
-    def _abort(self, request_id: str) -> None:
-        request = self.front_end.outputs.abort(request_id) if self._loaded else None
-        if request is not None:
-            self._replicas.requests.send(request.group_id, Abort(request.group_id))
-            self._notify(request)
+    def _remove(self, request: RequestState) -> RequestStream:
+        self._queued.remove(request.group_id)
+        self._one_ended.set()
+        return self._streams.pop(request.group_id)
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Counts a request that has no stream yet: it is tokenized, its images and grammar are processed."""
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+            self._one_ended.set()
+
+    async def _wait_idle(self, *, prepared: bool) -> None:
+        """Waits until no stream is open; ``prepared``: and no request is being prepared."""
+        while self._streams or (prepared and self._num_preparing):
+            self._one_ended.clear()
+            await self._one_ended.wait()
 
     def _abandon(self, request: RequestState) -> None:
         """Aborts a request whose stream was closed."""
-        if self._open.has(request):
-            self._replicas.requests.send(request.group_id, Abort(request.group_id))
-            self.front_end.outputs.discard(request)
-            self._forget(request)
-
-    def _forget(self, request: RequestState) -> RequestStream:
-        self._replicas.requests.forget(request.group_id)
-        return self._open.remove(request)
+        if request.group_id in self._streams:
+            self._end(request.request_id)
+            self._remove(request)
 
     # --- outputs of the cores -----------------------------------------------------------------------------------------
 
     async def _receive(self, step: StepDone) -> None:
         """Passes the outputs of a step to the streams, and tells the core which sequences a stop string has ended."""
         for admission in step.outputs.admissions:
-            self._open.queued.remove(admission.group_id)
+            self._queued.remove(admission.group_id)
         for part in step.outputs.parts(MAX_SEQUENCES_AT_ONCE):
-            ready, stopped = self.front_end.outputs.process(part)
-            for group_id, index in stopped:
-                self._replicas.requests.send(group_id, Stop(group_id, index))
-            for request in ready:
-                self._notify(request)
+            self._process(part)
             await asyncio.sleep(0)
         log_stats(self.stat_loggers, step.stats)
 
     def _notify(self, request: RequestState) -> None:
-        stream = self._forget(request) if request.finished else self._open.of(request)
+        stream = self._remove(request) if request.finished else self._streams[request.group_id]
         stream.notify()
-
-    def _fail(self, request: RequestState, reason: str) -> None:
-        end = GroupOutput(request.group_id, SequenceStatus.FINISHED_ERROR.value, reason)
-        self.front_end.outputs.process(EngineCoreOutputs(groups=[end]))
-        self._notify(request)
-
-    async def _make_like_others(self, number: int) -> None:
-        """Gives a new core the engine's state: sleep, pause, pinned adapters, shared prefixes."""
-        client = self._replicas.all[number].client
-        if self.is_sleeping:
-            await client.call("sleep", type(None), 1)
-            return
-        if self._replicas.paused:
-            await client.call("pause", type(None), True)
-        for adapter in self.adapters:
-            if adapter.pinned:
-                await client.call("pin_adapter", type(None), adapter.ref)
-        for prefix in self.front_end.prefixes:
-            await self._compute_prefix_on(number, prefix)
 
     def _die(self, error: OctavoError) -> None:
         """Fails every open request: all cores are lost for good."""
@@ -390,9 +378,10 @@ class AsyncLLM:
         self._lets_finish = False
         self._accepts.set()
         logger.critical("%s", self._error)
-        for stream in self._open:
+        for stream in [*self._streams.values()]:
             self.front_end.outputs.discard(stream.request)
-            self._forget(stream.request).fail(self._error)
+            self._replicas.requests.forget(stream.request.group_id)
+            self._remove(stream.request).fail(self._error)
         self.died.set()
 
     # --- shutdown -----------------------------------------------------------------------------------------------------
@@ -406,7 +395,7 @@ class AsyncLLM:
             self._lets_finish, self._error = True, EngineDeadError("the engine has been shut down")
         self._accepts.set()
         try:
-            task = self._end = asyncio.get_running_loop().create_task(self._shut_down(timeout))
+            task = self._ending = asyncio.get_running_loop().create_task(self._shut_down(timeout))
         except RuntimeError:
             self._end_now()
             return _Ended()
@@ -418,13 +407,14 @@ class AsyncLLM:
             self._replicas.end()
 
     def _abort_all(self) -> None:
-        for stream in self._open:
-            self._abort(stream.request.request_id)
+        for stream in [*self._streams.values()]:
+            self._end(stream.request.request_id)
+            self._notify(stream.request)
 
     async def _shut_down(self, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self._open.wait_idle()
+                await self._wait_idle(prepared=True)
         self._lets_finish = False
         self._abort_all()
         async with self._loading:  # a core that is loading is not left behind
@@ -446,22 +436,22 @@ class AsyncLLM:
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
-        return len(self._open)
+        return len(self._streams)
 
     @property
     def num_queued(self) -> int:
         """Open requests that have not begun."""
-        return len(self._open.queued.lengths)
+        return len(self._queued.lengths)
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of these requests."""
-        return self._open.queued.tokens
+        return self._queued.tokens
 
     @property
     def retry_after(self) -> int:
         """Whole seconds after which a core that is being started may be ready."""
-        return max(1, math.ceil(self._replicas.starter.start_seconds))
+        return max(1, math.ceil(self._starter.start_seconds))
 
     def replica_states(self) -> list[ReplicaState]:
         """The engine's replicas as they are now."""
@@ -470,21 +460,12 @@ class AsyncLLM:
     @property
     def num_standby(self) -> int:
         """Engine cores in reserve that are ready."""
-        return self._replicas.starter.num_reserve if self._loaded else 0
+        return self._starter.num_reserve if self._loaded else 0
 
     @property
     def num_resumed(self) -> int:
         """Requests that continued at another core, or at a restarted one."""
         return self._replicas.requests.num_resumed if self._loaded else 0
-
-    async def stats(self) -> SchedulerStats:
-        """Queues and blocks between two steps, and totals, summed over the replicas."""
-        return sum_stats(await self.replica_stats())
-
-    async def replica_stats(self) -> list[SchedulerStats]:
-        """``stats`` of each living replica."""
-        await self.ready()
-        return await self._replicas.call("stats", SchedulerStats)
 
     async def engine_views(self, *, fresh: bool = False) -> list[EngineView]:
         """The blocks, queues and new steps (``fresh``: all recorded ones) of each living replica. For one watcher."""
@@ -497,12 +478,6 @@ class AsyncLLM:
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
-    async def add_lora(self, lora_request: LoRARequest, *, load_inplace: bool = False) -> bool:
-        """Loads an adapter beside the running requests; see ``LLMEngine.add_lora``."""
-        await self.ready()
-        ref = await asyncio.to_thread(self.adapters.read, lora_request)
-        return self.adapters.add(lora_request, ref, in_place=load_inplace)
-
     async def remove_lora(self, lora_id: int, *, wait: bool = False) -> bool:
         """Removes the adapter of this ``lora_int_id``; False if there is none.
 
@@ -511,50 +486,32 @@ class AsyncLLM:
         """
         await self.ready()
         adapter = self.adapters.numbered(lora_id)
-        if adapter is None:
-            return False
-        if wait:
-            gone = asyncio.Event()
-            self.adapters.retire(adapter.name, gone.set)
-            await gone.wait()
-        else:
-            self.adapters.remove(adapter.name)
-        return True
-
-    async def list_loras(self) -> set[int]:
-        """The ``lora_int_id`` of each adapter that requests may name."""
-        await self.ready()
-        return {adapter.number for adapter in self.adapters}
-
-    async def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter in host memory and in a slot until it is removed; see ``LLMEngine.pin_lora``."""
-        await self.ready()
-        adapter = self.adapters.numbered(lora_id)
-        if adapter is None:
-            return False
-        await self._replicas.call("pin_adapter", type(None), adapter.ref)
-        adapter.pinned = True
+        if adapter is None or not wait:
+            return await super().remove_lora(lora_id)
+        gone = asyncio.Event()
+        self.adapters.retire(adapter.name, gone.set)
+        await gone.wait()
         return True
 
     def adapter_requests(self) -> Iterator[tuple[str, str]]:
         """Yields, for each open request with an adapter, the adapter's name and "running" or "waiting"."""
-        waiting = self._open.queued.lengths
+        waiting = self._queued.lengths
         return ((name, "waiting" if i in waiting else "running") for i, name in self.adapters.open_requests())
 
     # --- replicas and workers -----------------------------------------------------------------------------------------
 
     async def drain_replica(self, number: int) -> int:
-        """Stops new requests for a replica and moves its open ones (``Migration.drain``); returns how many."""
+        """Stops new requests for a replica and moves its open ones (``ProcessReplicas.drain``); returns how many."""
         await self.ready()
-        return await self._migration.drain(number)
+        return await self._replicas.drain(number)
 
     async def undrain_replica(self, number: int) -> None:
         """Lets a drained replica take requests again; ``ConfigError`` if there is no such replica."""
         await self.ready()
-        self._migration.undrain(number)
+        self._replicas.undrain(number)
 
     async def restart_replicas(self) -> None:
-        """Restarts the cores one after the other (``Migration.restart``). No stream breaks.
+        """Restarts the cores one after the other (``ProcessReplicas.restart``). No stream breaks.
 
         Raises:
             EngineStateError: a restart is in progress, or the engine sleeps.
@@ -563,22 +520,9 @@ class AsyncLLM:
         """
         await self.ready()
         self._check_accepts("restart_replicas()")
-        await self._migration.restart()
+        await self._replicas.restart()
 
-    async def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """``LLM.collective_rpc`` on all replicas: the answers of all workers, replica by replica."""
-        await self.ready()
-        name = method if isinstance(method, str) else function_name(method)
-        answers = await self._replicas.call("collective_rpc", list, name, list(args), dict(kwargs or {}), timeout)
-        return [answer for replica in answers for answer in replica]
-
-    # --- pauses and sleep ---------------------------------------------------------------------------------------------
+    # --- pauses -------------------------------------------------------------------------------------------------------
 
     async def pause_generation(self, *, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Stops between two steps until ``resume_generation``, for which new requests wait: to change the weights.
@@ -602,7 +546,7 @@ class AsyncLLM:
             return
         if mode == "abort":
             self._abort_all()
-        await self._open.wait_no_streams()
+        await self._wait_idle(prepared=False)
         if clear_cache:
             await self.reset_prefix_cache()
 
@@ -617,73 +561,9 @@ class AsyncLLM:
         """Whether new requests wait for ``resume_generation``."""
         return not self._accepts.is_set()
 
-    async def sleep(self, level: int = 1) -> None:
-        """Frees the engine's memory until ``wake_up``; see ``LLM.sleep`` for the levels and errors."""
-        await self.ready()
-        if self.num_open:
-            raise EngineStateError(f"{self.num_open} requests are unfinished: let them end or abort them first")
-        self.is_sleeping = True  # from now on requests are refused
-        try:
-            await self._replicas.call("sleep", type(None), level)
-        except OctavoError:
-            self.is_sleeping = False
-            raise
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
-        """Restores weights, KV cache, pinned adapters and shared prefixes; see ``LLM.wake_up``."""
-        await self.ready()
-        awake = all(await self._replicas.call("wake_up", bool, tags))
-        was_sleeping, self.is_sleeping = self.is_sleeping, not awake
-        if was_sleeping and awake:
-            for adapter in self.adapters:
-                if adapter.pinned:
-                    await self._replicas.call("pin_adapter", type(None), adapter.ref)
-            for prefix in self.front_end.prefixes:
-                await self._compute_prefix(prefix)
-        return awake
-
-    # --- prefix cache -------------------------------------------------------------------------------------------------
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """See ``LLM.reset_prefix_cache``."""
-        await self.ready()
-        await self._replicas.call("reset_prefix_cache", type(None), reset_running_requests)
-        self._replicas.requests.router.forget_prefixes()
-        return True
-
-    async def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
-        """``LLM.add_shared_prefix``, beside the running requests."""
-        await self.ready()
-        prompt = await self.front_end.tokenize(prompt)
-        self._check_accepts("a shared prefix")
-        prefix = self.front_end.prefixes.add(prompt, name)
-        await self._compute_prefix(prefix)
-        return prefix.name
-
-    async def remove_shared_prefix(self, name: str) -> None:
-        """Releases a shared prefix, even while it is computed; ``ConfigError`` if there is none of this name."""
-        await self.ready()
-        self.front_end.prefixes.remove(name)
-        await self.abort(request_id_of(name))
-        self._replicas.send_all(Unpin(name))
-
     def shared_prefixes(self) -> list[SharedPrefix]:
         """The shared prefixes, in the order in which they were added."""
-        return list(self.front_end.prefixes) if self._loaded else []
-
-    async def _compute_prefix(self, prefix: SharedPrefix) -> None:
-        prefixes, computed = self.front_end.prefixes, None
-        try:
-            for replica in self._replicas.living:  # each has a KV cache of its own
-                output = await self._compute_prefix_on(replica, prefix)
-                if output.outputs[0].error != CORE_ENDED:  # its next core will compute all prefixes
-                    computed = output
-        except BaseException:  # such as a cancellation
-            prefixes.discard(prefix)
-            self._replicas.send_all(Unpin(prefix.name))
-            raise
-        if computed is not None:
-            prefixes.check(prefix, computed)
+        return super().shared_prefixes() if self._loaded else []
 
     async def _compute_prefix_on(self, replica: int, prefix: SharedPrefix) -> RequestOutput:
         request = self.front_end.outputs.open(self.front_end.prefixes.request(prefix), RequestOutputKind.FINAL_ONLY)
@@ -760,67 +640,3 @@ class QueuedTokens:
     def remove(self, group_id: Hashable) -> None:
         """Removes a request, if it is there."""
         self.tokens -= self.lengths.pop(group_id, 0)
-
-
-class _OpenStreams:
-    """Owns the streams of open requests and counts those being prepared."""
-
-    def __init__(self) -> None:
-        self.queued = QueuedTokens()
-        self._streams: dict[str, RequestStream] = {}
-        self._num_preparing = 0
-        #: Set while there is no stream; and while, besides, nothing is being prepared.
-        self._no_streams, self._idle = asyncio.Event(), asyncio.Event()
-        self._update_events()
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def __iter__(self) -> Iterator[RequestStream]:
-        return iter(list(self._streams.values()))
-
-    def has(self, request: RequestState) -> bool:
-        """Whether the request is open; its id may belong to another one since it ended."""
-        stream = self._streams.get(request.request_id)
-        return stream is not None and stream.request is request
-
-    def of(self, request: RequestState) -> RequestStream:
-        return self._streams[request.request_id]
-
-    def add(self, request: RequestState, on_close: Callable[[RequestState], None]) -> RequestStream:
-        stream = self._streams[request.request_id] = RequestStream(request, on_close)
-        self.queued.add(request.group_id, len(request.prompt_token_ids))
-        self._update_events()
-        return stream
-
-    def remove(self, request: RequestState) -> RequestStream:
-        self.queued.remove(request.group_id)
-        stream = self._streams.pop(request.request_id)
-        self._update_events()
-        return stream
-
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Counts a request that has no stream yet: it is tokenized, its images and grammar are processed."""
-        self._num_preparing += 1
-        self._update_events()
-        try:
-            yield
-        finally:
-            self._num_preparing -= 1
-            self._update_events()
-
-    async def wait_no_streams(self) -> None:
-        await self._no_streams.wait()
-
-    async def wait_idle(self) -> None:
-        """Waits until no stream is open and no request is being prepared."""
-        await self._idle.wait()
-
-    def _update_events(self) -> None:
-        num_streams = len(self._streams)
-        for event, count in ((self._no_streams, num_streams), (self._idle, num_streams + self._num_preparing)):
-            if count:
-                event.clear()
-            else:
-                event.set()

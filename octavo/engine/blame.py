@@ -8,9 +8,12 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.process.start_process import shared_memory
+
+if TYPE_CHECKING:
+    from octavo.engine.output_processor import RequestState
 
 #: The error of the culprit, with that of its core.
 GUILTY = "the engine failed again and again at this request, at last when nothing else was computed: {}"
@@ -22,19 +25,6 @@ _MOST = 1 << 17
 _WORD = 8
 #: Words before the requests: their number, and the group being added or admitted plus one, or 0.
 _HEADER = 2
-
-
-class Progressing(Protocol):
-    """The fields of a request that ``Blame`` reads."""
-
-    @property
-    def group_id(self) -> int: ...
-
-    @property
-    def num_generated(self) -> int: ...
-
-    @property
-    def is_begun(self) -> bool: ...
 
 
 class Verdict(NamedTuple):
@@ -67,7 +57,7 @@ class Blame:
     def __init__(self) -> None:
         self._strikes: dict[int, Strike] = {}
 
-    def observe_death(self, computed: set[int], requests: Iterable[Progressing], replica: int = 0) -> Verdict | None:
+    def observe_death(self, computed: set[int], requests: Iterable[RequestState], replica: int = 0) -> Verdict | None:
         """Returns the culprit if a core's death proves it.
 
         ``computed``: the groups of the core's last steps, and the group that it was adding. ``requests``: all requests
@@ -94,7 +84,7 @@ class Blame:
     def _is_there(self, strike: Strike, position: int) -> bool:
         return position < strike.position + _UNREPORTED
 
-    def alone(self, request: Progressing) -> int:
+    def alone(self, request: RequestState) -> int:
         """Returns how many tokens a request must compute alone before it may share a step."""
         strike = self._strikes.get(request.group_id)
         return strike.alone if strike is not None and self._is_there(strike, request.num_generated) else 0

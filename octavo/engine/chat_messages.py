@@ -175,7 +175,7 @@ def _refuse_lost(template: str, messages: Sequence[Message], losses: _Losses) ->
     for index in losses.roles:
         role = messages[index]["role"]
         raise InvalidRequestError(
-            f"messages[{index}].role: the chat template neither names nor writes the role {role[:100]!r}"
+            f"the chat template neither names nor writes the role {role[:100]!r}", path=f"messages[{index}].role"
         )
     if not losses.writes_texts and ("content" not in template or any(dict.get(m, "tool_calls") for m in messages)):
         return
@@ -184,7 +184,8 @@ def _refuse_lost(template: str, messages: Sequence[Message], losses: _Losses) ->
         role = str(dict.get(message, "role"))
         if role not in _MAY_BE_LEFT_OUT and flat_text(dict.get(message, "content")).strip():
             raise InvalidRequestError(
-                f"messages[{index}].content: the chat template writes no message of the role {role[:100]!r} here"
+                f"the chat template writes no message of the role {role[:100]!r} here",
+                path=f"messages[{index}].content",
             )
 
 
@@ -543,7 +544,9 @@ def render_template(template: str, values: Mapping[str, Any]) -> str:
         for piece in compiled.generate(values):
             length += len(piece)
             if length > MAX_RENDERED:
-                raise InvalidRequestError(f"the chat template writes more than {MAX_RENDERED} characters")
+                raise InvalidRequestError(
+                    f"the chat template writes more than {MAX_RENDERED} characters", path="messages"
+                )
             pieces.append(piece)
     except InvalidRequestError:
         raise

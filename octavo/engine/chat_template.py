@@ -75,7 +75,9 @@ def choose_template(templates: Mapping[str, str], name_or_text: str | None, *, h
     if "default" in templates:
         return templates["default"]
     if templates:
-        raise InvalidRequestError(f"the model has several chat templates; name one: {', '.join(sorted(templates))}")
+        raise InvalidRequestError(
+            f"the model has several; name one: {', '.join(sorted(templates))}", path="chat_template"
+        )
     raise InvalidRequestError(
         "the model has no chat template (it may be a base model): send a plain prompt, or start with the file of a "
         "template (option chat_template, --chat-template FILE)"
@@ -109,7 +111,7 @@ def _checked(messages: object, options: Mapping[str, Any]) -> list[_Message]:
     sees = options.get("image_placeholder") is not None
     checked = [_message(i, message, sees) for i, message in enumerate(_check_list("messages", messages))]
     if not checked:
-        raise InvalidRequestError("messages must not be empty")
+        raise InvalidRequestError("must not be empty", path="messages")
     return checked
 
 
@@ -126,8 +128,9 @@ def _render(
 ) -> str:
     if continue_final_message and add_generation_prompt:
         raise InvalidRequestError(
-            "continue_final_message continues the last message where add_generation_prompt begins a new one: set "
-            "add_generation_prompt=False with it"
+            "continues the last message where add_generation_prompt begins a new one: set "
+            "add_generation_prompt=False with it",
+            path="continue_final_message",
         )
     plain_tools = None if tools is None else [_plain(tool, "tools") for tool in _check_list("tools", tools)]
     if call_format is not None:
@@ -150,7 +153,9 @@ def _render(
         return text
     end = text.rfind(_END.strip())
     if end < 0:
-        raise InvalidRequestError("continue_final_message: the chat template does not write the last message as it is")
+        raise InvalidRequestError(
+            "the chat template does not write the last message as it is", path="continue_final_message"
+        )
     # If the template trims messages, the mark's trailing space is gone: trim the message too.
     return text[:end] if text.startswith(_END, end) else text[:end].rstrip()
 
@@ -166,7 +171,7 @@ def _mark_end(message: dict[str, Any], name: str) -> None:
             if message.get(alias) == value:
                 message[alias] = value + _END
     else:
-        raise InvalidRequestError(f"continue_final_message: the last message has no {name[:100]} to continue")
+        raise InvalidRequestError(f"the last message has no {name[:100]} to continue", path="continue_final_message")
 
 
 def render_and_read(
@@ -219,30 +224,32 @@ class _Message(dict[str, Any]):
 
 def _check_list(name: str, value: object) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
-        raise InvalidRequestError(f"{name} must be a list, not {type(value).__name__}")
+        raise InvalidRequestError(f"must be a list, not {type(value).__name__}", path=name)
     return value
 
 
 def _message(index: int, message: object, sees: bool) -> _Message:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise InvalidRequestError(f"{where} must be a mapping with role and content, not {type(message).__name__}")
+        raise InvalidRequestError(f"must be a mapping with role and content, not {type(message).__name__}", path=where)
     plain: dict[str, Any] = _plain(message, where)
     role = plain.get("role")
     if not isinstance(role, str) or not role:
-        raise InvalidRequestError(f"{where} must have a role, such as 'user'; its role is {role!r}")
+        raise InvalidRequestError(f"must have a role, such as 'user'; its role is {role!r}", path=where)
     calls = plain.get("tool_calls")
     if plain.get("content") is not None:
         _check_content(where, plain["content"], sees)
     elif role != "assistant" and calls is None:
-        raise InvalidRequestError(f"{where} ({role}) has no content")
+        raise InvalidRequestError(f"has no content, which a message of the role {role!r:.100} needs", path=where)
     for k, call in enumerate([] if calls is None else _check_list(f"{where}.tool_calls", calls)):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRequestError(f"{where}.tool_calls[{k}] must have a function with a name and arguments")
+            raise InvalidRequestError("must have a function with a name and arguments", path=f"{where}.tool_calls[{k}]")
         if not isinstance(arguments := function.get("arguments", ""), (str, dict)):
             kind = type(arguments).__name__
-            raise InvalidRequestError(f"{where}.tool_calls[{k}].function.arguments must be JSON text, not {kind}")
+            raise InvalidRequestError(
+                f"must be JSON text, not {kind}", path=f"{where}.tool_calls[{k}].function.arguments"
+            )
     reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
@@ -253,11 +260,11 @@ def _check_content(where: str, content: object, sees: bool) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{where}: content must be a text or a list of parts, not {content!r}")
+        raise InvalidRequestError("must be a text or a list of parts", path=f"{where}.content", got=content)
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if not (sees and kind == "image") and not (kind == "text" and isinstance(part.get("text"), str)):
-            raise InvalidRequestError(f"{where}: only content parts of type 'text' are supported, not {kind or part!r}")
+            raise InvalidRequestError("only content parts of type 'text' are supported", path=where, got=kind or part)
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
@@ -265,12 +272,12 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth > 64:
-        raise InvalidRequestError(f"{where} is nested too deeply")
+        raise InvalidRequestError("is nested too deeply", path=where)
     if isinstance(value, Mapping):
         return {str(k): _plain(v, where, depth + 1) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v, where, depth + 1) for v in value]
-    raise InvalidRequestError(f"{where} may hold only JSON values, not {type(value).__name__}")
+    raise InvalidRequestError(f"may hold only JSON values, not {type(value).__name__}", path=where)
 
 
 # Chat templates of clients, rendered in the sandbox, as they may take any time and memory.
@@ -302,7 +309,7 @@ async def _call(sandbox: Sandbox, client: str, name: str, arguments: Mapping[str
     try:
         content = json.dumps(arguments, default=dataclasses.asdict).encode()
     except RecursionError:
-        raise InvalidRequestError("messages must not be nested so deeply") from None
+        raise InvalidRequestError("must not be nested so deeply", path="messages") from None
     call = SandboxCall(f"{__name__}:{name}", content, SECONDS)
     return await asyncio.wrap_future(sandbox.submit(call, _read, client=client))
 
@@ -314,10 +321,10 @@ def _read(answer: SandboxAnswer) -> Any:
             "memory": "takes too much memory",
             "depth": "is nested too deeply",
         }
-        raise InvalidRequestError(f"chat_template {reasons.get(answer.failure, f'failed: {answer.details}')}")
+        raise InvalidRequestError(reasons.get(answer.failure, f"failed: {answer.details}"), path="chat_template")
     result = json.loads(answer.content)
     if "error" in result:
-        raise InvalidRequestError(result["error"])
+        raise InvalidRequestError(**result["error"])
     return result["result"]
 
 
@@ -341,8 +348,10 @@ def render(content: bytes) -> bytes:
 def _answer(function: Callable[[dict[str, Any]], Any], content: bytes) -> bytes:
     try:
         result = {"result": function(json.loads(content))}
-    except (InvalidRequestError, TokenizerError) as e:
-        result = {"error": str(e)}
+    except InvalidRequestError as e:
+        result = {"error": e.data}
+    except TokenizerError as e:
+        result = {"error": {"problem": str(e), "path": "chat_template"}}
     return json.dumps(result).encode()
 
 

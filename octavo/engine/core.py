@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import msgspec
+
 from octavo.config.engine_config import EngineConfig, idle_options
 from octavo.config.kv_spec import GroupBlocks, KVLayout
 from octavo.config.options import MAX_LOGPROBS_ON_GPU
@@ -40,7 +42,8 @@ from octavo.core.stats import (
     StepRecord,
     StepStats,
 )
-from octavo.executor.executor import Executor
+from octavo.engine.messages import Abort, Add, Call, Stop, ToCore
+from octavo.executor.executor import Executor, SubmittedStep
 from octavo.executor.uniproc import make_executor, without_clock
 from octavo.kernels import resolve_device
 from octavo.loader.resolve import resolve_model
@@ -289,7 +292,7 @@ class StepLoop:
         try:
             outputs = self.scheduler.update(plan, result)
         except Exception as e:
-            self._in_flight.appendleft((plan, _Done(result)))
+            self._in_flight.appendleft((plan, SubmittedStep(lambda: result)))
             raise _SchedulerError(e) from e
         self.scheduler.unreported = None
         return outputs
@@ -321,16 +324,6 @@ class _SchedulerError(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-class _Done:
-    """A step whose result could not be applied."""
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
-
-    def wait(self) -> StepResult:
-        return self._result
 
 
 class _Failed:
@@ -484,7 +477,24 @@ class EngineCore(StepLoop):
                 scheduler.move_cost.observe_move(sum(size.block_bytes for size in sizes), seconds)
         return scheduler
 
-    def pin_adapter(self, adapter: AdapterRef) -> None:
+    def handle(self, message: ToCore) -> None:
+        """Does what a front end asks without waiting for an answer."""
+        match message:
+            case Add(request):
+                self.add(request)
+            case Abort(group_id):
+                self.abort(group_id)
+            case Stop(group_id, index):
+                self.stop(group_id, index)
+            case Call(_, method, args):
+                self.call(method, args)
+
+    def call(self, method: str, args: Sequence[Any]) -> Any:
+        """Calls one of ``OPERATIONS``; arguments may be plain data of another process."""
+        return OPERATIONS[method](self)(*args)
+
+    def pin_adapter(self, ref: Any) -> None:
+        adapter = msgspec.convert(ref, AdapterRef)
         self.scheduler.preparations.pin(adapter_preparation(adapter), adapter.name)
 
     def sleep(self, level: int = 1) -> None:
@@ -518,6 +528,19 @@ class EngineCore(StepLoop):
     def shutdown(self) -> None:
         """Ends the workers; also done when the core is garbage collected."""
         self._end_workers()
+
+
+#: What ``EngineCore.call`` calls, by name.
+OPERATIONS: dict[str, Callable[[EngineCore], Callable[..., Any]]] = {
+    "stats": lambda core: core.scheduler.stats,
+    "reset_prefix_cache": lambda core: core.scheduler.reset_prefix_cache,
+    "sleep": lambda core: core.sleep,
+    "wake_up": lambda core: core.wake_up,
+    "pin_adapter": lambda core: core.pin_adapter,
+    "unpin_adapter": lambda core: core.scheduler.preparations.unpin,
+    "unpin_prefix": lambda core: core.blocks.pinned.remove,
+    "collective_rpc": lambda core: core.executor.collective_rpc,
+}
 
 
 def block_settings(options: EngineConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The front end's side of a core's process: ``CoreClient`` exchanges messages with it, ``CoreStarter`` starts it."""
+"""The front end's side of a core's process: ``CoreClient`` exchanges messages with it, ``ProcessStarter`` starts it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import logging
 import os
 import time
 import weakref
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,10 +18,14 @@ import msgspec
 
 from octavo.config.options import FIRST_STEP_TIMEOUT
 from octavo.core.errors import ConfigError, EngineDeadError, EngineKilledError, InvalidRequestError, OctavoError
+from octavo.engine.core_handle import CoreHandle
 from octavo.engine.core_start import CoreProcess
 from octavo.engine.messages import (
+    FROM_CORE,
     MAX_BYTES_FROM_CORE,
     MAX_BYTES_TO_CORE,
+    MAX_WAITING_STEPS,
+    TO_CORE,
     Call,
     FromCore,
     HandOver,
@@ -38,25 +40,21 @@ from octavo.loader.resolve import checkpoint_digest, description_digest, gguf_fo
 from octavo.process.children import Failure, LogMessage
 
 if TYPE_CHECKING:
-    from octavo.engine.replicas import Replica
+    from octavo.engine.replicas import ProcessReplicas, RestartLimit
 
 
 logger = logging.getLogger("octavo")
 T = TypeVar("T")
 
 _END_TIMEOUT = 5.0
-#: Seconds within which a replica's starts are counted, at most ``engine_restarts``.
-RESTART_WINDOW = 600.0
 #: A restart fails after 10 x the time of the first start, and never before 60 s.
 _PATIENCE, _LEAST_PATIENCE = 10.0, 60.0
-#: Seconds between the use of a reserve core and the start of the next one, which would slow down the first steps.
-REFILL_DELAY = 3.0
 
 
-class CoreClient:
-    """The front end's connection to one core. For one event loop.
+class CoreClient(CoreHandle):
+    """The front end's connection to a core in another process. For one event loop.
 
-    When the core dies, all calls fail at once and ``on_death`` is called, once, and never after ``close``. No message
+    When the core dies, all calls fail at once and ``on_death`` is called, but never after ``close``. No message
     is processed after that: tokens that the core computed and did not report are computed again elsewhere.
     """
 
@@ -64,14 +62,12 @@ class CoreClient:
         import zmq
         import zmq.asyncio
 
-        from octavo.engine.core_process import FROM_CORE, MAX_WAITING_STEPS, TO_CORE
-
         self.process = process
+        #: On the clock of ``time.monotonic``.
+        self.began = time.monotonic()
         #: Awaited before the next message is processed.
-        self.on_step: Callable[[StepDone], Awaitable[None]] = _ignore
-        self.on_death: Callable[[OctavoError], None] = lambda error: None
-        #: Why the core has ended, if it has.
-        self.error: OctavoError | None = None
+        self._on_step: Callable[[StepDone], Awaitable[None]] = _ignore
+        self._on_death: Callable[[OctavoError], None] = lambda error: None
         self._loop = asyncio.get_running_loop()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain_number)
         self._context: Any = zmq.asyncio.Context(io_threads=1)
@@ -99,12 +95,17 @@ class CoreClient:
         process.life.setblocking(False)
         self._loop.add_reader(process.life, self._read_exit_report)
 
-    def send(self, message: ToCore) -> None:
-        """Sends a message without waiting; no effect if the core has ended.
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
-        Raises:
-            InvalidRequestError: the message is too long or cannot be encoded.
-        """
+    def connect(self, on_step: Callable[[StepDone], Awaitable[None]], on_death: Callable[[OctavoError], None]) -> None:
+        self._on_step, self._on_death = on_step, on_death
+
+    def last_groups(self) -> set[int]:
+        return self.process.read_recorder()
+
+    def send(self, message: ToCore) -> None:
         if self.error is not None or self._closing:
             return
         try:
@@ -115,13 +116,7 @@ class CoreClient:
             raise InvalidRequestError(f"the request takes {len(data)} bytes; at most {MAX_BYTES_TO_CORE} can be sent")
         self._out.send(data)
 
-    async def call(self, method: Any, kind: type[T], *args: Any) -> T:
-        """Calls a method of the core and decodes its answer as ``kind``.
-
-        Raises:
-            EngineDeadError: the core ended before it answered.
-            OctavoError: the method failed.
-        """
+    async def call(self, method: str, kind: type[T], *args: Any) -> T:
         return msgspec.msgpack.decode(await self._ask(lambda call_id: Call(call_id, method, list(args))), type=kind)
 
     async def hand_over(self, group_ids: list[int]) -> None:
@@ -156,7 +151,7 @@ class CoreClient:
     async def _process_message(self, message: FromCore) -> None:
         match message:
             case StepDone():
-                await self.on_step(message)
+                await self._on_step(message)
             case Reply(call_id, value, error):
                 future = self._calls.get(call_id)
                 if future is None or future.done():  # its caller was cancelled
@@ -169,6 +164,7 @@ class CoreClient:
                 logger.log(level, "%s", text)
             case Ready():
                 if not self.ready.done():
+                    self.digest = message.digest
                     self.ready.set_result(message)
 
     def _read_exit_report(self) -> None:
@@ -203,7 +199,7 @@ class CoreClient:
         if self.error is None:
             self._fail_calls(error)
             self._receiver.cancel()  # each part of a step is processed as a whole, or not at all
-            self._receiver.add_done_callback(lambda _: None if self._closing else self.on_death(error))
+            self._receiver.add_done_callback(lambda _: None if self._closing else self._on_death(error))
 
     def _fail_calls(self, error: OctavoError) -> None:
         self.error = error
@@ -249,54 +245,19 @@ def _plain_number(value: object) -> Any:
     raise TypeError(f"{type(value).__name__} cannot cross to another process")
 
 
-@dataclass(frozen=True)
-class StartedCore:
-    client: CoreClient
-    ready: Ready
-    #: Its start on the clock of ``time.monotonic``.
-    began: float = 0.0
+class ProcessStarter:
+    """Starts the processes of cores and owns those in reserve. For one event loop; ``begin`` comes first."""
 
-
-class RestartLimit:
-    """Limits the starts of one replica to ``most`` within ``RESTART_WINDOW`` seconds."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._times: deque[float] = deque()
-        self.count = 0
-
-    def take(self) -> bool:
-        """Counts a start; False if the limit is reached."""
-        now = time.monotonic()
-        while self._times and now - self._times[0] > RESTART_WINDOW:
-            self._times.popleft()
-        if len(self._times) >= self._most:
-            return False
-        self._times.append(now)
-        self.count += 1
-        return True
-
-    def forgive(self, count: int) -> None:
-        """Uncounts the last starts: one request was to blame, and it has ended."""
-        for _ in range(min(count, len(self._times))):
-            self._times.pop()
-
-    @property
-    def num_recent(self) -> int:
-        return len(self._times)
-
-
-class CoreStarter:
-    """Starts cores and owns those in reserve. For one event loop."""
+    #: The message that starts the core of replica 0.
+    _start: Start
 
     def __init__(self, num_standby: int, limit: RestartLimit) -> None:
         """``num_standby``: cores to keep in reserve. ``limit``: for starts after a core died in reserve."""
         self._num_standby, self._limit = num_standby, limit
-        self._start: Start | None = None
         self.created = time.monotonic()
         #: The time that the first cores took to load.
         self.start_seconds = 0.0
-        self._reserve: list[StartedCore] = []
+        self._reserve: list[CoreClient] = []
         self._filling: asyncio.Task[None] | None = None
         self._starting: set[CoreClient] = set()
         #: Clean-ups of cores that have died in reserve.
@@ -309,13 +270,9 @@ class CoreStarter:
         """Tells the first cores to load the model; later ones get the same options."""
         self._start = Start(options, str(folder), log_level)
         for number, client in enumerate(clients):
-            client.send(self._message(number))
+            client.send(msgspec.structs.replace(self._start, replica=number))
 
-    def _message(self, number: int) -> Start:
-        assert self._start is not None, "begin comes first"
-        return Start(self._start.options, self._start.folder, self._start.log_level, number)
-
-    async def start(self, number: int, after: CoreClient | None = None) -> StartedCore:
+    async def start(self, number: int, after: CoreClient | None = None) -> CoreClient:
         """Starts a core for replica ``number``, once ``after`` has ended and freed its memory.
 
         Raises:
@@ -324,16 +281,16 @@ class CoreStarter:
             EngineDeadError: it ended meanwhile, or takes far longer than the first one.
         """
         await self.check_files()
-        began = time.monotonic()
         patience = max(_LEAST_PATIENCE, _PATIENCE * self.start_seconds)
         client = CoreClient(CoreProcess())  # it imports its modules meanwhile
         self._starting.add(client)
         try:
             if after is not None:
                 await after.kill()
-            client.send(self._message(number))
+            client.send(msgspec.structs.replace(self._start, replica=number))
             async with asyncio.timeout(patience):
-                return StartedCore(client, await client.ready, began)
+                await client.ready
+            return client
         except TimeoutError:
             await client.kill()
             raise EngineDeadError(f"the engine's process was not ready after {patience:.0f} s") from None
@@ -353,12 +310,10 @@ class CoreStarter:
 
     async def digest_now(self) -> str:
         """The digest of the checkpoint that a new core would load."""
-        assert self._start is not None
         return await asyncio.to_thread(checkpoint_digest, self._start.options["model"], self._folder())
 
     def _folder(self) -> Path:
         """The folder of the model's configuration; for a GGUF file, the one extracted from its present content."""
-        assert self._start is not None, "begin comes first"
         model = Path(os.path.expanduser(self._start.options["model"]))
         return gguf_folder(model) if os.path.isfile(model) else Path(self._start.folder)
 
@@ -370,7 +325,7 @@ class CoreStarter:
             await asyncio.wait([self._filling])
         old = [core for core in self._reserve if core.began < since]
         self._reserve = [core for core in self._reserve if core.began >= since]
-        await asyncio.gather(*(core.client.kill() for core in old))
+        await asyncio.gather(*(core.kill() for core in old))
         self.fill_reserve()
         if self._filling is not None:
             await asyncio.wait([self._filling])
@@ -388,7 +343,7 @@ class CoreStarter:
             while len(self._reserve) < self._num_standby:
                 number = len(self._reserve)
                 core = await self.start(number)
-                core.client.on_death = partial(self._lose, core)
+                core.connect(_ignore, partial(self._lose, core))
                 self._reserve.append(core)
                 logger.info("an engine's process is ready in reserve")
         except OctavoError as e:
@@ -396,17 +351,17 @@ class CoreStarter:
         finally:
             self._filling = None
 
-    def _lose(self, core: StartedCore, error: OctavoError) -> None:
+    def _lose(self, core: CoreClient, error: OctavoError) -> None:
         self._reserve.remove(core)
         logger.error("an engine's process in reserve has ended: %s", error)
-        ending = asyncio.create_task(core.client.kill())
+        ending = asyncio.create_task(core.kill())
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
         if self._limit.take():
             self.fill_reserve()
 
-    def take_reserve(self) -> StartedCore | None:
-        return next((self._reserve.pop(i) for i, core in enumerate(self._reserve) if core.client.error is None), None)
+    def take_reserve(self) -> CoreClient | None:
+        return next((self._reserve.pop(i) for i, core in enumerate(self._reserve) if core.error is None), None)
 
     @property
     def num_reserve(self) -> int:
@@ -418,17 +373,16 @@ class CoreStarter:
             self._filling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._filling
-        clients = [*self._starting, *(core.client for core in self._reserve)]
+        clients = [*self._starting, *self._reserve]
         await asyncio.gather(*self._ending, *(client.kill() for client in clients))
 
     def end(self) -> None:
-        """Kills them without waiting for their end."""
         self._closed = True
-        for client in [*self._starting, *(core.client for core in self._reserve)]:
+        for client in [*self._starting, *self._reserve]:
             client.end()
 
 
-async def watch(replicas: Sequence[Replica], step_timeout: float, is_paused: Callable[[], bool]) -> None:
+async def watch(replicas: ProcessReplicas, step_timeout: float) -> None:
     """Kills each core that does no step for ``step_timeout`` seconds while it has requests; never returns.
 
     It checks ten times in that period and counts its checks, so that neither a pause of this process nor a time in
@@ -436,9 +390,9 @@ async def watch(replicas: Sequence[Replica], step_timeout: float, is_paused: Cal
     """
     while True:
         await asyncio.sleep(step_timeout / 10)
-        for replica in replicas:
+        for replica in replicas.all:
             patience = step_timeout if replica.num_steps else max(step_timeout, FIRST_STEP_TIMEOUT)
-            if is_paused() or not replica.lives:
+            if replicas.paused or not replica.lives:
                 replica.seen_steps = -1
             elif replica.is_hung(step_timeout / 10, patience):
-                replica.client.give_up(f"the engine's process hangs: no step for {patience:g} s")
+                replica.core.give_up(f"the engine's process hangs: no step for {patience:g} s")

@@ -19,7 +19,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +28,20 @@ import zmq
 from octavo.core.errors import ConfigError, OctavoError, memory_errors
 from octavo.core.garbage import IdleCollector, settle_collector
 from octavo.core.plan import EngineCoreOutputs
-from octavo.core.request import AdapterRef
 from octavo.core.stats import EngineView
 from octavo.engine import messages
 from octavo.engine.blame import FlightRecorder
 from octavo.engine.core import ViewRecorder
-from octavo.engine.messages import MAX_BYTES_FROM_CORE, MAX_BYTES_TO_CORE, FromCore, Reply, ToCore
+from octavo.engine.messages import (
+    FROM_CORE,
+    MAX_BYTES_FROM_CORE,
+    MAX_BYTES_TO_CORE,
+    MAX_WAITING_STEPS,
+    TO_CORE,
+    FromCore,
+    Reply,
+    ToCore,
+)
 from octavo.process.children import Failure, end_with, send_logs
 from octavo.process.startup import ProcessProfile, phase, profile
 
@@ -42,10 +49,6 @@ if TYPE_CHECKING:
     from octavo.engine.core import EngineCore
 
 
-#: Socket names in the private folder. The core binds the first, the front end the second.
-TO_CORE, FROM_CORE = "to_core", "from_core"
-#: Steps queued on either side for a slow front end before the core waits.
-MAX_WAITING_STEPS = 64
 #: Seconds between two health checks of workers in other processes while the core is idle.
 HEALTH_INTERVAL = 1.0
 #: Milliseconds that the process waits, when it ends, for its messages to be received.
@@ -120,14 +123,6 @@ class CoreLoop:
             self._core.executor.check_health()
         while (message := self._front_end.receive()) is not None:
             match message:
-                case messages.Add(request):
-                    self._core.add(request)
-                case messages.Abort(group_id):
-                    self._core.abort(group_id)
-                case messages.Stop(group_id, index):
-                    self._core.stop(group_id, index)
-                case messages.Unpin(name):
-                    self._core.blocks.pinned.remove(name)
                 case messages.HandOver(call_id, group_ids):  # outputs were sent before the reply, and none follows it
                     for group_id in group_ids:
                         self._core.abort(group_id)
@@ -136,6 +131,8 @@ class CoreLoop:
                     self._front_end.send(self._reply(call_id, method, args))
                 case messages.Shutdown():
                     return False
+                case _:
+                    self._core.handle(message)
         if busy and not self._core.has_work:  # aborts ended all requests, and no step will report it
             self._front_end.send(messages.StepDone(EngineCoreOutputs(), self._core.measure_emptied()))
         return True
@@ -143,18 +140,8 @@ class CoreLoop:
     def _reply(self, call_id: int, method: str, args: list[Any]) -> Reply:
         encoded, failure = msgspec.msgpack.encode(None), None
         try:
-            methods: dict[str, Callable[..., Any]] = {
-                "stats": self._core.scheduler.stats,
-                "view": self._view,
-                "reset_prefix_cache": self._core.scheduler.reset_prefix_cache,
-                "pause": self._pause,
-                "sleep": self._core.sleep,
-                "wake_up": self._core.wake_up,
-                "pin_adapter": lambda ref: self._core.pin_adapter(msgspec.convert(ref, AdapterRef)),
-                "unpin_adapter": self._core.scheduler.preparations.unpin,
-                "collective_rpc": self._core.executor.collective_rpc,
-            }
-            encoded = msgspec.msgpack.encode(methods[method](*args))
+            call = {"view": self._view, "pause": self._pause}.get(method)
+            encoded = msgspec.msgpack.encode(self._core.call(method, args) if call is None else call(*args))
         except Exception as e:  # raised again in the caller
             failure = Failure.of(e)
         return Reply(call_id, msgspec.Raw(encoded), failure)

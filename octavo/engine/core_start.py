@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import socket
@@ -12,11 +11,17 @@ from pathlib import Path
 
 from octavo.core.errors import EngineDeadError, EngineKilledError
 from octavo.engine.blame import read_recorder, recorder_memory
-from octavo.process.start_process import how_it_ended, is_stopped, num_out_of_memory, start_process, was_killed
+from octavo.process.start_process import (
+    end_process,
+    how_it_ended,
+    is_stopped,
+    num_out_of_memory,
+    start_process,
+    was_killed,
+)
 
 #: The path of a Unix socket has at most 107 bytes.
 _LONGEST_TEMP_PATH = 70
-_END_TIMEOUT = 5.0
 
 
 class CoreProcess:
@@ -52,9 +57,7 @@ class CoreProcess:
         self._process.kill()
 
     def kill(self) -> None:
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a call of a driver cannot be killed
-            self._process.wait(_END_TIMEOUT)
+        end_process(self._process)
         self.life.close()
         if self._recorder is not None:
             os.close(self._recorder)

@@ -129,7 +129,9 @@ class FrontEnd:
             InvalidRequestError: the request is invalid, or its id is in use; nothing has changed.
         """
         if request_id in self.outputs:
-            raise InvalidRequestError(f"request id {request_id!r} is in use by an unfinished request")
+            raise InvalidRequestError(
+                f"request id {request_id!r} is in use by an unfinished request", path="request_id"
+            )
         request: RequestState
         if isinstance(params, PoolingParams):
             request = self.pooling.process(request_id, prompt, params, options, adapter)

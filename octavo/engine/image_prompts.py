@@ -50,6 +50,12 @@ class ImagePrompts:
             )
         return token
 
+    def check_number(self, number: int) -> None:
+        limit = (self._options.limit_mm_per_prompt or {}).get("image")
+        if limit is not None and number > limit:
+            problem = f"has {number} images, but may have at most {limit}: the option limit_mm_per_prompt"
+            raise InvalidRequestError(problem, path="prompt")
+
     def read(self, images: Sequence[Any], names: Sequence[str] = ()) -> list[ProcessedImage]:
         """Processes images, in any form that ``expand`` takes; from any thread.
 
@@ -58,11 +64,7 @@ class ImagePrompts:
         from octavo.images.image_files import image_array
         from octavo.images.processors import ProcessedImage
 
-        limit = (self._options.limit_mm_per_prompt or {}).get("image")
-        if limit is not None and len(images) > limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(images)} images, but may have at most {limit}: the option limit_mm_per_prompt"
-            )
+        self.check_number(len(images))
         if not names:
             names = ["the image"] if len(images) == 1 else [f"image {i}" for i in range(1, len(images) + 1)]
         results: list[Future[ProcessedImage] | ProcessedImage] = []
@@ -93,7 +95,7 @@ class ImagePrompts:
         places = sum(token == self.placeholder_id for token in token_ids)
         if places != len(images):
             raise InvalidRequestError(
-                f"the prompt has {places} places for images ({text!r}), but {len(images)} images come with it"
+                f"has {places} places for images ({text!r}), but {len(images)} images come with it", path="prompt"
             )
         if not images:
             return list(token_ids), NO_FEATURES
@@ -126,7 +128,8 @@ class ImagePrompts:
         if size > self._options.image_cache_bytes:
             raise InvalidRequestError(
                 f"the features of the prompt's {count} images take {size} bytes, but there is room for "
-                f"{self._options.image_cache_bytes}: the option image_cache_bytes"
+                f"{self._options.image_cache_bytes}: the option image_cache_bytes",
+                path="prompt",
             )
         return ids, prompt_features
 
@@ -195,7 +198,7 @@ def take_images(prompt: Any) -> tuple[Any, list[Any] | PromptFeatures]:
     data = prompt["multi_modal_data"]
     if not isinstance(data, Mapping) or set(data) - {"image"}:
         kinds = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
-        raise InvalidRequestError(f"multi_modal_data must be a dictionary with 'image' alone, not {kinds}")
+        raise InvalidRequestError(f"must be a dictionary with 'image' alone, not {kinds}", path="multi_modal_data")
     rest = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
     images = data.get("image")
     if isinstance(images, PromptFeatures):
@@ -231,16 +234,18 @@ def chat_prompt(inputs: InputProcessor, messages: Sequence[Mapping[str, Any]], *
     if prompts is None:
         text = inputs.tokenizer.apply_chat_template(messages, **options)
         return TokensPrompt(prompt=text, prompt_token_ids=inputs.tokenizer.encode(text, add_special_tokens=False))
-    plain, images = _take_images(messages)
+    plain, parts = split_images(messages)
+    images = [_image(part, path) for path, part in parts.items()]
     placeholder = prompts.processor.placeholder
     text = inputs.tokenizer.apply_chat_template(plain, image_placeholder=placeholder, **options)
     ids, features = prompts.expand(inputs.tokenizer.encode(text, add_special_tokens=False), images)
     return TokensPrompt(prompt=text, prompt_token_ids=ids, multi_modal_data={"image": features})
 
 
-def _take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
+def split_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], dict[str, Mapping[str, Any]]]:
+    """The messages with marks in place of their image parts, and these parts by their paths."""
     plain: list[Any] = []
-    images: list[Any] = []
+    images: dict[str, Mapping[str, Any]] = {}
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, list | tuple):
@@ -250,21 +255,22 @@ def _take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list
         for k, part in enumerate(content):
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind in _IMAGE_PARTS:
-                images.append(_image(part, kind, f"messages[{i}].content[{k}]"))
+                images[f"messages[{i}].content[{k}]"] = part
             parts.append({"type": "image"} if kind in _IMAGE_PARTS else part)
         plain.append({**message, "content": parts})
     return plain, images
 
 
-def _image(part: Mapping[str, Any], key: str, where: str) -> Any:
+def _image(part: Mapping[str, Any], where: str) -> Any:
+    key = part["type"]
     value = part.get(key)
     if value is None:
-        raise InvalidRequestError(f"{where}: a part of type {part['type']!r} must have its image as {key!r}")
+        raise InvalidRequestError(f"a part of type {part['type']!r} must have its image as {key!r}", path=where)
     if key != "image_url":
         return value
     from octavo.images.image_sources import read_data_url
 
     url = value.get("url") if isinstance(value, Mapping) else value
     if not isinstance(url, str):
-        raise InvalidRequestError(f"{where}.image_url must have a url, which is a text, not {url!r:.100}")
+        raise InvalidRequestError("must have a url, which is a text", path=f"{where}.image_url", got=url)
     return read_data_url(url, name=f"{where}.image_url")

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from octavo.config.options import MAX_LOGPROBS
-from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.errors import CONTEXT_LENGTH, ConfigError, InvalidRequestError
+from octavo.core.foreign import FOREIGN
 from octavo.core.model_config import EncoderFacts, ModelConfig, ReasoningMarks, ThinkingBudget, model_tasks
 from octavo.core.outputs import Pooled, PoolingParams, PoolingTask
 from octavo.core.plugins import LogitsPlugins
 from octavo.core.request import (
     DEFAULT_OPTIONS,
-    FOREIGN_KEYS,
     PROMPT_KEYS,
     AdapterRef,
     AnyTask,
@@ -37,7 +37,7 @@ from octavo.core.sampling_params import (
     DefaultMaxTokens,
     SamplingParams,
     excluding_fields,
-    no_token_message,
+    no_token_error,
     sampling_in_effect,
 )
 from octavo.engine.chat_template import REASONING_MARKS, find_reasoning_marks
@@ -89,7 +89,8 @@ class InputProcessor:
         self._token_ids: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
         self._seed = options.seed
         limit = MAX_LOGPROBS if options.max_logprobs is None else options.max_logprobs
-        self._max_logprobs = vocab_size if limit == -1 else limit
+        #: Highest ``logprobs`` of a request.
+        self.max_logprobs = vocab_size if limit == -1 else limit
         self._logits_plugins = LogitsPlugins(options.logits_processors or ())
         self._policy = options.scheduling_policy
         self._policy_class = policy_class(options.scheduling_policy)
@@ -118,7 +119,7 @@ class InputProcessor:
             InvalidRequestError: the model cannot serve the prompt or a parameter; nothing has changed.
         """
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
-            raise InvalidRequestError(f"sampling_params must be SamplingParams or BeamSearchParams, not {params!r}")
+            raise InvalidRequestError("must be SamplingParams or BeamSearchParams", path="sampling_params", got=params)
         arrival, options = self.begin(prompt, options)
         split: SplitPrompt | None = None
         images: list[Any] | PromptFeatures = []
@@ -134,10 +135,10 @@ class InputProcessor:
         if isinstance(params, SamplingParams) and (most := params.truncate_prompt_tokens) is not None:
             if split is not None:
                 raise InvalidRequestError(
-                    f"truncate_prompt_tokens must be left out with encoder-decoder models, not {most}"
+                    "must be left out with encoder-decoder models", path="truncate_prompt_tokens", got=most
                 )
             if images:
-                raise InvalidRequestError(f"truncate_prompt_tokens must be left out with images, not {most}")
+                raise InvalidRequestError("must be left out with images", path="truncate_prompt_tokens", got=most)
             room = self.max_model_len - virtual - (1 if params.max_tokens is None else params.max_tokens)
             token_ids = token_ids[-(max(1, room) if most == -1 else most) :]
         prompt_features = NO_FEATURES
@@ -146,25 +147,14 @@ class InputProcessor:
         elif self.image_prompts is not None:
             token_ids, prompt_features = self.image_prompts.expand(self.prompt_ids(token_ids), images)
         token_ids = self.prompt_ids(token_ids)
-        tokens = f"{len(token_ids)} tokens" + (f" and the adapter {virtual} virtual ones" if virtual else "")
-        room, max_tokens = self.max_model_len - virtual - len(token_ids), params.max_tokens
-        if room < int(max_tokens != 0):  # sampling needs a place for a token
-            raise InvalidRequestError(
-                f"the prompt has {tokens}, but prompt and output together may have at most {self.max_model_len}: the "
-                "model's max_model_len, or what the KV cache blocks hold if that is less"
-            )
+        room = self.check_length(len(token_ids), params.max_tokens, virtual)
         predicted: str | Sequence[int] = options.prediction or ()
         if isinstance(predicted, str):
             predicted = self.tokenizer.encode(predicted, add_special_tokens=False)
         predicted = self._checked_ids("prediction", predicted[: self.max_model_len])
         fitted = params
-        if isinstance(max_tokens, DefaultMaxTokens):
-            fitted = msgspec.structs.replace(params, max_tokens=min(int(max_tokens), room))
-        elif max_tokens is not None and max_tokens > room:
-            raise InvalidRequestError(
-                f"max_tokens ({max_tokens}) does not fit: the prompt has {tokens}, and prompt and output together may "
-                f"have at most {self.max_model_len}; {room} or None would fit"
-            )
+        if isinstance(params.max_tokens, DefaultMaxTokens):
+            fitted = msgspec.structs.replace(params, max_tokens=min(int(params.max_tokens), room))
         thinking = self._thinking_budget(params, options.reasoning, text, token_ids)
         num_forced = 0 if split is None else split["num_forced"]
         task = self._task(fitted, thinking, options, num_forced=num_forced)
@@ -234,14 +224,34 @@ class InputProcessor:
         end = self.tokenizer.convert_tokens_to_ids(marks.end)
         if end is None:
             raise InvalidRequestError(
-                f"thinking_token_budget must be left out: what ends the model's reasoning ({marks.end!r}) is no "
-                "token, so that it cannot be set"
+                f"must be left out: what ends the model's reasoning ({marks.end!r}) is no token, so that it cannot "
+                "be set",
+                path="thinking_token_budget",
             )
         start = self.tokenizer.encode(marks.start, add_special_tokens=False)
         before = self.tokenizer.decode(ids[-_MARK_TOKENS:], skip_special_tokens=False) if text is None else text
         # Marks of several tokens are not detected.
         interrupts = [i for text in marks.interrupts if (i := self.tokenizer.convert_tokens_to_ids(text)) is not None]
         return ThinkingBudget(most, start, end, marks.opened_by(before), interrupts)
+
+    def check_length(self, num_tokens: int, max_tokens: int | None, virtual: int = 0) -> int:
+        """Checks that a prompt and its output fit the context; returns the tokens that the output may have.
+
+        ``virtual``: tokens of a prompt adapter. ``DefaultMaxTokens`` may be more than fit.
+        """
+        tokens = f"{num_tokens} tokens" + (f" and the adapter {virtual} virtual ones" if virtual else "")
+        room = self.max_model_len - virtual - num_tokens
+        # Clients search for the words "maximum context length" of the OpenAI API.
+        limit = (
+            f"prompt and output together may have at most {self.max_model_len}: this model's maximum context length is "
+            f"{self.max_model_len} tokens"
+        )
+        if room < int(max_tokens != 0):  # sampling needs a place for a token
+            raise InvalidRequestError(f"has {tokens}, but {limit}", path="prompt", kind=CONTEXT_LENGTH)
+        if max_tokens is not None and max_tokens > room and not isinstance(max_tokens, DefaultMaxTokens):
+            problem = f"{max_tokens} does not fit: the prompt has {tokens}, and {limit}; {room} or None would fit"
+            raise InvalidRequestError(problem, path="max_tokens", kind=CONTEXT_LENGTH)
+        return room
 
     def _task(
         self,
@@ -258,7 +268,7 @@ class InputProcessor:
             named = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
             whole = {name: self.vocab_size for name, count in named.items() if count == -1}
             params = msgspec.structs.replace(params, **whole)
-        self._check_params(params)
+        self.check_params(params)
         bad_words = [ids for word in params.bad_words or () for ids in self.tokenizer.bad_word_ids(word)]
         stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(self.eos_token_ids))
         seed = params.seed
@@ -272,7 +282,7 @@ class InputProcessor:
         grammar = None
         if params.structured_outputs is not None:
             if isinstance(self.tokenizer, NoTokenizer):
-                raise InvalidRequestError("structured_outputs needs a tokenizer, and none is loaded")
+                raise InvalidRequestError("needs a tokenizer, and none is loaded", path="structured_outputs")
             grammar = self.grammars.compile(params.structured_outputs)
             params = msgspec.structs.replace(params, structured_outputs=None)  # the core takes the grammar alone
             if not grammar.begin_after:
@@ -288,30 +298,30 @@ class InputProcessor:
         if isinstance(prompt, (list, tuple)):
             return None, list(prompt)
         if not isinstance(prompt, Mapping):
-            raise InvalidRequestError(f"a prompt must be text, a list of token ids or a dictionary, not {prompt!r}")
+            raise InvalidRequestError("must be text, a list of token ids or a dictionary", path="prompt", got=prompt)
         for key, value in prompt.items():
-            if key in FOREIGN_KEYS and value is not None:
-                raise InvalidRequestError(f"{key!r} of a prompt must be None: {FOREIGN_KEYS[key]}")
-            if key not in FOREIGN_KEYS and key not in PROMPT_KEYS:
+            if key in FOREIGN["prompt"] and value is not None:
+                raise InvalidRequestError(f"{key!r} must be None: {FOREIGN['prompt'][key].reason}", path="prompt")
+            if key not in FOREIGN["prompt"] and key not in PROMPT_KEYS:
                 raise InvalidRequestError(
-                    f"a prompt has the unknown key {key!r}; known: {', '.join(map(repr, PROMPT_KEYS))}"
+                    f"has the unknown key {key!r}; known: {', '.join(map(repr, PROMPT_KEYS))}", path="prompt"
                 )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if not isinstance(text, str | None):
-            raise InvalidRequestError(f"'prompt' must not be {type(text).__name__}")
+            raise InvalidRequestError(f"must not be {type(text).__name__}", path="prompt")
         if not isinstance(ids, list | tuple | None):
-            raise InvalidRequestError(f"'prompt_token_ids' must not be {type(ids).__name__}")
+            raise InvalidRequestError(f"must not be {type(ids).__name__}", path="prompt_token_ids")
         if ids is not None:
             return text, list(ids)
         if text is not None:
             return text, self.tokenizer.source.encode(text)
-        raise InvalidRequestError("a prompt given as a dictionary needs 'prompt' (text) or 'prompt_token_ids'")
+        raise InvalidRequestError("a dictionary needs 'prompt' (text) or 'prompt_token_ids'", path="prompt")
 
-    def prompt_ids(self, token_ids: Sequence[int], what: str = "prompt") -> list[int]:
-        """Checks that a prompt has tokens, all in the vocabulary; ``what``: its name in errors."""
+    def prompt_ids(self, token_ids: Sequence[int], path: str = "prompt") -> list[int]:
+        """Checks that a prompt has tokens, all in the vocabulary; ``path``: its name in errors."""
         if not token_ids:
-            raise InvalidRequestError(f"the {what} is empty; it must have at least one token")
-        return self._checked_ids(what, token_ids)
+            raise InvalidRequestError("is empty; it must have at least one token", path=path)
+        return self._checked_ids(path, token_ids)
 
     def _checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
         try:
@@ -319,7 +329,7 @@ class InputProcessor:
         except (msgspec.ValidationError, ValueError):  # the latter of text that is no Unicode
             wrong = next(t for t in token_ids if type(t) is not int or not 0 <= t < self.vocab_size)
             raise InvalidRequestError(
-                f"{name} token ids must be integers from 0 to {self.vocab_size - 1}, not {wrong!r}"
+                f"token ids must be integers from 0 to {self.vocab_size - 1}", path=name, got=wrong
             ) from None
         return checked
 
@@ -327,8 +337,9 @@ class InputProcessor:
         if options.priority and not self._policy_class.uses_priority:
             names = ", ".join(name for name, policy in POLICIES.items() if policy.uses_priority)
             raise InvalidRequestError(
-                f"priority must be 0 under scheduling_policy {self._policy!r}, which does not look at it, not "
-                f"{options.priority}; policies that do: {names}, or a module:Class"
+                f"must be 0 under scheduling_policy {self._policy!r}, which does not look at it, not "
+                f"{options.priority}; policies that do: {names}, or a module:Class",
+                path="priority",
             )
         if self._policy_class.uses_targets:
             return
@@ -336,28 +347,31 @@ class InputProcessor:
             if getattr(options, name) is not None:
                 names = ", ".join(name for name, policy in POLICIES.items() if policy.uses_targets)
                 raise InvalidRequestError(
-                    f"{name} must be left out under scheduling_policy {self._policy!r}, which does not look at it; "
-                    f"policies that do: {names}, or a module:Class that says so"
+                    f"must be left out under scheduling_policy {self._policy!r}, which does not look at it; policies "
+                    f"that do: {names}, or a module:Class that says so",
+                    path=name,
                 )
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def check_params(self, params: SamplingParams) -> None:
+        """Checks parameters whose limits are the model's or the engine's."""
         if params.detokenize:
             self.tokenizer.check_can_decode(bool(params.stop))
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > self._max_logprobs:
+            if (getattr(params, name) or 0) > self.max_logprobs:
                 raise InvalidRequestError(
-                    f"{name} must be in [0, {self._max_logprobs}], not {getattr(params, name)}: the engine's option "
-                    "max_logprobs is its limit"
+                    f"must be in [0, {self.max_logprobs}], not {getattr(params, name)}: the engine's option "
+                    "max_logprobs is its limit",
+                    path=name,
                 )
-        if len(params.logprob_token_ids or ()) > self._max_logprobs:
-            message = f"logprob_token_ids must hold at most {self._max_logprobs} (max_logprobs)"
-            raise InvalidRequestError(f"{message}, not {len(params.logprob_token_ids or ())}")
+        if len(params.logprob_token_ids or ()) > self.max_logprobs:
+            problem = f"must hold at most {self.max_logprobs} (max_logprobs), not {len(params.logprob_token_ids or ())}"
+            raise InvalidRequestError(problem, path="logprob_token_ids")
         self._logits_plugins.processors(params)
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab_size:
                     raise InvalidRequestError(
-                        f"{name} holds token id {token}, but the vocabulary ends at {self.vocab_size - 1}"
+                        f"holds token id {token}, but the vocabulary ends at {self.vocab_size - 1}", path=name
                     )
 
     def _check_choices_left(self, params: SamplingParams, bad_words: list[list[int]], stops: Set[int]) -> None:
@@ -368,7 +382,7 @@ class InputProcessor:
         allowed = params.allowed_token_ids
         if len(excluded) >= self.vocab_size if allowed is None else excluded.issuperset(allowed):
             names = [name for name in excluding_fields(params) if not name.startswith("structured_outputs")]
-            raise InvalidRequestError(no_token_message(names, 0))
+            raise no_token_error(names, 0)
 
 
 # Encoder-decoder models
@@ -408,15 +422,15 @@ class EncoderPrompts:
     def _split_explicit(self, prompt: Mapping[str, Any]) -> SplitPrompt:
         if unknown := [key for key in prompt if key not in ("encoder_prompt", "decoder_prompt")]:
             raise InvalidRequestError(
-                f"a prompt with 'encoder_prompt' has 'decoder_prompt' and 'cache_salt' beside it, not {unknown[0]!r}"
+                "has 'decoder_prompt' and 'cache_salt' beside it", path="encoder_prompt", got=unknown[0]
             )
         if "encoder_prompt" not in prompt:
-            raise InvalidRequestError("a prompt with 'decoder_prompt' needs 'encoder_prompt': what the encoder reads")
+            raise InvalidRequestError("needs 'encoder_prompt' beside it: what the encoder reads", path="decoder_prompt")
         encoder, data = prompt["encoder_prompt"], None
         if self.facts.takes_audio:
             data, rest = _take_data(encoder)
             if rest not in (None, "", []):
-                raise InvalidRequestError(f"the encoder reads sound alone, not {rest!r} beside it")
+                raise InvalidRequestError(f"the encoder reads sound alone, not {rest!r} beside it", path="prompt")
         return self._split(encoder, data, prompt.get("decoder_prompt"))
 
     def _split(self, encoder: Any, data: Any, decoder: Any) -> SplitPrompt:
@@ -425,11 +439,13 @@ class EncoderPrompts:
             encoder_input = audio_input(data, self.facts)
         else:
             text, ids = self._inputs.read_prompt(encoder)
-            checked = self._inputs.prompt_ids(ids, "encoder's prompt")
+            checked = self._inputs.prompt_ids(ids, "encoder_prompt")
             if len(checked) > self.longest:
                 raise InvalidRequestError(
-                    f"the encoder's prompt has {len(checked)} tokens, but may have at most {self.longest}: the model's "
-                    "positions, or max_model_len where it has no limit of its own"
+                    f"has {len(checked)} tokens, but may have at most {self.longest}: the model's positions, or "
+                    "max_model_len where it has no limit of its own",
+                    path="encoder_prompt",
+                    kind=CONTEXT_LENGTH,
                 )
             encoder_input = EncoderInput.of_tokens(checked)
         split = self._decoder_prompt(decoder)
@@ -447,11 +463,11 @@ class EncoderPrompts:
         elif isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
             text, _ = self._inputs.read_prompt({**prompt, "prompt_token_ids": [0]})
             if text is None:
-                raise InvalidRequestError("a decoder prompt needs 'prompt' (text) or 'prompt_token_ids'")
+                raise InvalidRequestError("needs 'prompt' (text) or 'prompt_token_ids'", path="decoder_prompt")
             ids = self._inputs.tokenizer.encode(text, add_special_tokens=False)
         else:
             text, ids = self._inputs.read_prompt(prompt)
-        ids = self._inputs.prompt_ids(ids, "decoder's prompt")
+        ids = self._inputs.prompt_ids(ids, "decoder_prompt")
         if ids[:1] != [*start[:1]]:
             ids = [*start[:1], *ids]
         split = SplitPrompt(prompt_token_ids=ids, num_forced=0)
@@ -460,20 +476,28 @@ class EncoderPrompts:
         return split
 
 
+#: Path of the sound of a prompt.
+_SOUND = "multi_modal_data.audio"
+
+
 def audio_input(data: Any, facts: EncoderFacts) -> EncoderInput:
     """Converts sound, samples float32 [n] at the model's rate or (samples, rate), to the encoder's input."""
     samples, rate = data if isinstance(data, tuple) and len(data) == 2 else (data, facts.audio_rate)
     if data is None:
-        raise InvalidRequestError('the model reads sound: give it as {"multi_modal_data": {"audio": (samples, rate)}}')
+        raise InvalidRequestError(
+            'the model reads sound: give it as {"multi_modal_data": {"audio": (samples, rate)}}', path="prompt"
+        )
     if rate != facts.audio_rate:
-        raise InvalidRequestError(f"sound must have {facts.audio_rate} samples a second, not {rate!r}")
+        raise InvalidRequestError(f"must have {facts.audio_rate} samples a second", path=_SOUND, got=rate)
     import numpy as np
 
     values = np.asarray(samples)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.floating):
-        raise InvalidRequestError(f"sound must be float32 [samples] of one channel, not {values.dtype} {values.shape}")
+        raise InvalidRequestError(
+            f"must be float32 [samples] of one channel, not {values.dtype} {values.shape}", path=_SOUND
+        )
     if not 0 < len(values) <= facts.audio_samples:
-        raise InvalidRequestError(f"sound must have 1 to {facts.audio_samples} samples, not {len(values)}")
+        raise InvalidRequestError(f"must have 1 to {facts.audio_samples} samples, not {len(values)}", path=_SOUND)
     return EncoderInput.of_audio(values, facts.audio_tokens)
 
 
@@ -483,7 +507,7 @@ def _take_data(prompt: Any) -> tuple[Any, Any]:
         return None, prompt
     data = prompt.get("multi_modal_data")
     if data is not None and (not isinstance(data, Mapping) or set(data) != {"audio"}):
-        raise InvalidRequestError(f"multi_modal_data must be a dictionary with 'audio' alone, not {data!r:.200}")
+        raise InvalidRequestError("must be a dictionary with 'audio' alone", path="multi_modal_data", got=data)
     rest = {key: value for key, value in prompt.items() if key != "multi_modal_data"}
     if set(rest) == {"prompt"}:
         return data and data["audio"], rest["prompt"]
@@ -526,7 +550,7 @@ class YesNoScorer:
             while len(ids) > most:
                 kept -= len(ids) - most
                 if kept < 0:
-                    raise InvalidRequestError(f"the query alone is longer than {most} tokens")
+                    raise InvalidRequestError(f"the query alone is longer than {most} tokens", path="query")
                 ids = self._encode(query, self._tokenizer.decode(words[:kept]))
         return {"prompt": f"{query} {document}", "prompt_token_ids": ids}
 
@@ -557,8 +581,10 @@ class PoolingInputs:
     def require(self, task: str) -> None:
         if task not in self.tasks:
             raise InvalidRequestError(
-                f"the model {self._files.options.model!r} ({self.config.architecture}) cannot {_VERBS[task]}; it can: "
-                + ", ".join(_VERBS[name] for name in self.tasks)
+                f"{self.config.architecture} cannot {_VERBS[task]}; it can: "
+                + ", ".join(_VERBS[name] for name in self.tasks),
+                path="model",
+                kind="unsupported_task",
             )
 
     def embedding_prompt(self, prompt: Prompt, prompt_name: str | None = None) -> Prompt:
@@ -569,12 +595,12 @@ class PoolingInputs:
         before = self.pooler.prompts.get(name)
         if before is None:
             names = ", ".join(map(repr, self.pooler.prompts)) or "none"
-            raise InvalidRequestError(f"prompt_name must be one of the model's prompts ({names}), not {name!r}")
+            raise InvalidRequestError(f"must be one of the model's prompts ({names})", path="prompt_name", got=name)
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if not isinstance(text, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None):
             if prompt_name is None:
                 return prompt  # the caller's token ids include the prompt text
-            raise InvalidRequestError(f"prompt_name {name!r} is put before texts, not before token ids")
+            raise InvalidRequestError(f"{name!r} is put before texts, not before token ids", path="prompt_name")
         others = prompt if isinstance(prompt, Mapping) else {}
         fields: dict[str, Any] = {**others, "prompt": before + text}
         if not self.pooler.include_prompt:
@@ -588,7 +614,7 @@ class PoolingInputs:
         self.require("score")
         for name, text in (("query", query), ("document", document)):
             if not isinstance(text, str):
-                raise InvalidRequestError(f"the {name} of a score must be text, not {text!r}")
+                raise InvalidRequestError("must be text", path=name, got=text)
         if self._compares:
             prompts = self.pooler.prompts
             return [
@@ -650,8 +676,10 @@ class PoolingInputs:
         token_ids = self._inputs.prompt_ids(token_ids)
         if virtual + len(token_ids) > self.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {len(token_ids) + virtual} tokens, but the model takes at most {self.max_model_len}; "
-                "truncate_prompt_tokens=-1 cuts it there"
+                f"has {len(token_ids) + virtual} tokens, but the model takes at most {self.max_model_len}; "
+                "truncate_prompt_tokens=-1 cuts it there",
+                path="prompt",
+                kind=CONTEXT_LENGTH,
             )
         task = Pool(
             msgspec.structs.replace(params, task=task_name),
@@ -673,7 +701,9 @@ class PoolingInputs:
             return first
         kind = self.pooler.kind
         if kind == "max" and task == "embed":
-            raise InvalidRequestError("no token of the text is left beside those of its prompt, which is not pooled")
+            raise InvalidRequestError(
+                "no token of the text is left beside those of its prompt, which is not pooled", path="prompt"
+            )
         if kind == "cls" or task != "embed":
             return 0 if task == "embed" else num_tokens - 1
         return num_tokens
@@ -683,15 +713,19 @@ class PoolingInputs:
         if task is None:
             task = next((name for name in self.tasks if name not in ("generate", "score")), "score")
         if task == "score" and self._compares:
-            raise InvalidRequestError("this model scores pairs by comparing vectors: ask for both with task embed")
+            raise InvalidRequestError(
+                "this model scores pairs by comparing vectors: ask for both with task embed", path="task"
+            )
         self.require(task)
         if (dimensions := params.dimensions) is not None:  # only sizes that the model was trained for
             if task not in ("embed", "token_embed"):
-                raise InvalidRequestError(f"dimensions is for vectors, and must be left out of {task}")
+                raise InvalidRequestError(f"is for vectors, and must be left out of {task}", path="dimensions")
             size, sizes = self.vector_size, self.pooler.dimensions
             if dimensions > size or (sizes is not None and dimensions != size and dimensions not in sizes):
                 supported = f"1 to {size}" if sizes is None else ", ".join(map(str, (*sizes, size)))
-                raise InvalidRequestError(f"dimensions must be one of the model's ({supported}), not {dimensions}")
+                raise InvalidRequestError(
+                    f"must be one of the model's ({supported}), not {dimensions}", path="dimensions"
+                )
         checked: PoolingTask = task
         return checked
 
@@ -716,11 +750,11 @@ def _second_text(types: Any, token_ids: Sequence[int]) -> int:
     if types is None:
         return 0
     if not isinstance(types, list) or len(types) < len(token_ids):
-        raise InvalidRequestError(f"'token_type_ids' must be a list of {len(token_ids)} numbers, one for each token")
+        raise InvalidRequestError(f"must be a list of {len(token_ids)} numbers, one for each token", path=_TYPES)
     ones = types[: len(token_ids)].count(1)
     second = len(token_ids) - ones
     if types[: len(token_ids)] != [0] * second + [1] * ones or not second:
-        raise InvalidRequestError("'token_type_ids' must be 0 for the tokens of the first text, then 1")
+        raise InvalidRequestError("must be 0 for the tokens of the first text, then 1", path=_TYPES)
     return second if ones else 0
 
 

@@ -6,17 +6,15 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+import types
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Self, cast
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.config.sources import resolve_config
-from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError, OctavoError, WorkerError
+from octavo.core.errors import AdapterError, ConfigError, InvalidRequestError, OctavoError
 from octavo.core.outputs import (
     ClassificationOutput,
     CompletionOutput,
@@ -31,7 +29,6 @@ from octavo.core.outputs import (
     ScoringOutput,
 )
 from octavo.core.request import (
-    EncoderInput,
     Prompt,
     RequestOptions,
     check_one_each,
@@ -45,12 +42,11 @@ from octavo.engine.image_prompts import chat_prompt
 from octavo.engine.llm_engine import LLMEngine
 from octavo.engine.model_files import find_files
 from octavo.engine.tokenizer import Tokenizer
-from octavo.engine.transcription import with_arrival
+from octavo.engine.transcription import P, SpeechRequest, T, transcribe_recording, with_arrival
 from octavo.process.interrupts import HeldInterrupts
 from octavo.speech.audio_files import DEFAULT_LIMITS, Audio, AudioLimits, open_audio
-from octavo.speech.log_mel import AudioWindows
-from octavo.speech.segments import Segment, Transcription
-from octavo.speech.transcription import Ask, Heard, Listen, Loop, TranscriptionParams
+from octavo.speech.segments import Transcription
+from octavo.speech.transcription import TranscriptionParams
 
 #: Seconds between status lines with ``disable_log_stats=False``.
 STATUS_INTERVAL = 10.0
@@ -226,11 +222,11 @@ class LLM(LLMEngine):
             "chat_template": chat_template,
         }
         if not isinstance(chat_template_kwargs, Mapping | None):
-            raise InvalidRequestError(f"chat_template_kwargs must be a dictionary, not {chat_template_kwargs!r}")
+            raise InvalidRequestError("must be a dictionary", path="chat_template_kwargs", got=chat_template_kwargs)
         for name in chat_template_kwargs or ():
             if name in options or name in ("messages", "template", "tokenize"):
                 raise InvalidRequestError(
-                    f"chat_template_kwargs must not hold {name!r}, which is an argument of its own"
+                    f"must not hold {name!r}, which is an argument of its own", path="chat_template_kwargs"
                 )
         options |= chat_template_kwargs or {}
         prompts: CheckedPrompts = []
@@ -502,27 +498,12 @@ class LLM(LLMEngine):
         one = params or TranscriptionParams()
         each: list[Any] = [*one] if isinstance(one, list | tuple) else [one] * len(many)
         if len(each) != len(many):
-            raise InvalidRequestError(f"params must be one, or one for each of {len(many)} recordings, not {len(each)}")
+            raise InvalidRequestError(
+                f"must be one, or one for each of {len(many)} recordings, not {len(each)}", path="params"
+            )
         options = options_for_each("transcribe", keywords, len(many))
         callback = None if single else on_end or (lambda index, transcription: None)
         return TranscriptionBatch(self, many, each, options, limits, callback).run(use_tqdm)
-
-
-@dataclass
-class _OpenRecording:
-    """A recording that is being transcribed."""
-
-    index: int
-    options: RequestOptions
-    loop: Loop
-    windows: AudioWindows
-    seconds: float
-    files: ExitStack
-    seconds_done: float = 0.0
-    #: The question that the engine is answering, and the window that it is about, encoded once, float32 [n].
-    ask: Ask | None = None
-    heard: EncoderInput | None = None
-    window: NDArray[np.float32] | None = None
 
 
 class TranscriptionBatch:
@@ -551,7 +532,8 @@ class TranscriptionBatch:
         self._audio, self._params, self._options = audio, params, [with_arrival(each, now) for each in options]
         self._limits, self._on_end = limits, on_end
         self._transcriptions: list[Transcription | None] = [None] * len(audio)
-        self._active: dict[str, _OpenRecording] = {}
+        #: Recordings and their transcriptions in progress, by the request that each waits for.
+        self._active: dict[str, tuple[int, Coroutine[str, RequestOutput | None, Transcription]]] = {}
         for each in params:  # refused before any file is read
             next(self._speech.loop(each))
 
@@ -563,91 +545,67 @@ class TranscriptionBatch:
             self._bar = bar
             try:
                 while True:
-                    self._open_next(waiting, most)
+                    while len(self._active) < most and (index := next(waiting, None)) is not None:
+                        self._advance(index, self._transcribe(index), None)
                     if not self._active:
                         break
                     interrupts.deliver()
                     for output in self._engine.step():
                         if output.request_id in self._active:
-                            self._receive(output)
+                            self._advance(*self._active.pop(output.request_id), output)
             finally:  # an interrupt leaves nothing behind
-                for request_id, recording in self._active.items():
+                for request_id, (_, work) in self._active.items():
                     self._engine.abort_request(request_id)
-                    recording.files.close()
+                    work.close()
         return cast("list[Transcription]", self._transcriptions)
 
-    def _open_next(self, waiting: Iterator[int], most: int) -> None:
-        while len(self._active) < most and (index := next(waiting, None)) is not None:
-            files = ExitStack()
-            try:
-                opened = files.enter_context(open_audio(self._audio[index], self._limits))
-                loop, windows = self._speech.loop(self._params[index]), AudioWindows(opened.pieces())
-            except OctavoError as e:
-                self._fail(index, e)
-                continue
-            self._bar.total = round((self._bar.total or 0) + opened.seconds, 1)
-            self._advance(_OpenRecording(index, self._options[index], loop, windows, opened.seconds, files), None)
-
-    def _receive(self, output: RequestOutput) -> None:
-        recording = self._active.pop(output.request_id)
-        assert recording.ask is not None
+    def _advance(
+        self, index: int, work: Coroutine[str, RequestOutput | None, Transcription], output: RequestOutput | None
+    ) -> None:
+        """Continues a transcription up to its next request, or to its end."""
         try:
-            answer = self._speech.answer(recording.ask, output)
-        except WorkerError as e:
-            self._close(recording)
-            self._fail(recording.index, e)
+            self._active[work.send(output)] = index, work
             return
-        self._advance(recording, answer)
-
-    def _advance(self, recording: _OpenRecording, answer: Any) -> None:
-        """Continues the loop up to its next question for the engine, or to its end."""
-        try:
-            while True:
-                ask = recording.loop.send(answer)
-                if isinstance(ask, Listen):
-                    answer = self._listen(recording, ask)
-                elif isinstance(ask, Segment):
-                    answer = None
-                else:
-                    self._submit(recording, ask)
-                    return
         except StopIteration as end:
-            self._close(recording)
-            self._finish(recording.index, end.value)
+            transcription: Transcription = end.value
         except OctavoError as e:
-            self._close(recording)
-            self._fail(recording.index, e)
-
-    def _listen(self, recording: _OpenRecording, ask: Listen) -> Heard:
-        recording.heard, recording.window = None, recording.windows.window(ask.start)
-        seconds = min(recording.seconds, ask.start / 16_000)
-        self._bar.update(round(seconds - recording.seconds_done, 1))
-        recording.seconds_done = seconds
-        return Heard.of(recording.window)
-
-    def _submit(self, recording: _OpenRecording, ask: Ask) -> None:
-        if recording.heard is None:
-            assert recording.window is not None
-            recording.heard = self._speech.hear(recording.window)
-        request = self._speech.request(ask, recording.heard, recording.options)
-        request_id = f"audio-{next(self._request_numbers)}"
-        self._engine.add_request(request_id, request.prompt, request.params, request.options, streaming=False)
-        recording.ask = ask
-        self._active[request_id] = recording
-
-    def _close(self, recording: _OpenRecording) -> None:
-        recording.files.close()
-        self._bar.update(round(recording.seconds - recording.seconds_done, 1))
-
-    def _fail(self, index: int, error: OctavoError) -> None:
-        if self._on_end is None or isinstance(error, ConfigError):
-            raise error
-        self._finish(index, Transcription("", "", 0.0, error=str(error)))
-
-    def _finish(self, index: int, transcription: Transcription) -> None:
+            if self._on_end is None or isinstance(e, ConfigError):
+                raise
+            transcription = Transcription("", "", 0.0, error=str(e))
         self._transcriptions[index] = transcription
         if self._on_end is not None:
             self._on_end(index, transcription)
+
+    async def _transcribe(self, index: int) -> Transcription:
+        params, options = self._params[index], self._options[index]
+        with open_audio(self._audio[index], self._limits) as opened:
+            self._bar.total = round((self._bar.total or 0) + opened.seconds, 1)
+            done = 0.0
+            try:
+                async for part in transcribe_recording(self._speech, self, opened, params, options, self._limits):
+                    if isinstance(part, Transcription):
+                        return part
+                    seconds = min(opened.seconds, part.end)
+                    self._bar.update(round(seconds - done, 1))
+                    done = seconds
+            finally:
+                self._bar.update(round(opened.seconds - done, 1))
+        raise AssertionError("a transcription ends with the whole")
+
+    async def in_thread(self, call: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
+        """``SpeechHost.in_thread``, in this thread."""
+        return call(*args, **keywords)
+
+    async def answer(self, request: SpeechRequest) -> RequestOutput:
+        """``SpeechHost.answer``: the output comes with one of the engine's steps."""
+        request_id = f"audio-{next(self._request_numbers)}"
+        self._engine.add_request(request_id, request.prompt, request.params, request.options, streaming=False)
+        return await _output_of(request_id)
+
+
+@types.coroutine
+def _output_of(request_id: str) -> Generator[str, RequestOutput, RequestOutput]:
+    return (yield request_id)
 
 
 class Progress:
@@ -695,7 +653,7 @@ def is_single(name: str, value: object, first: type, forms: str) -> bool:
         return True
     if isinstance(value, (list, tuple)):
         return bool(value) and isinstance(value[0], first)
-    raise InvalidRequestError(f"{name} must be {forms}, not {value!r}")
+    raise InvalidRequestError(f"must be {forms}", path=name, got=value)
 
 
 def refused(request_id: str, prompt: Any, params: object, error: OctavoError) -> RequestOutput | Pooled:

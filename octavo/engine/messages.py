@@ -6,7 +6,7 @@ traffic, which closes when either process ends; a core that fails sends its ``Fa
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -18,6 +18,10 @@ from octavo.core.stats import StepStats
 from octavo.process.children import Failure, LogMessage
 from octavo.process.startup import ProcessProfile
 
+#: Names of the sockets in the private folder. The core binds the first, the front end the second.
+TO_CORE, FROM_CORE = "to_core", "from_core"
+#: Steps queued on either side for a slow front end before the core waits.
+MAX_WAITING_STEPS = 64
 #: Longest message to the core; a prompt takes 5 bytes a token.
 MAX_BYTES_TO_CORE = 64 << 20
 #: Longest message from the core: ``max_logprobs`` prompt logprobs for each token of a step.
@@ -32,8 +36,9 @@ def check_sendable(request: EngineCoreRequest) -> None:
     for i, processor in enumerate(processors or ()):
         named = processor if hasattr(processor, "__qualname__") else type(processor)
         raise InvalidRequestError(
-            f"logits_processors[{i}] ({named.__module__}.{named.__qualname__}) is code and cannot be sent to another "
-            "process; use an LLM that runs in one process"
+            f"{named.__module__}.{named.__qualname__} is code and cannot be sent to another process; use an LLM that "
+            "runs in one process",
+            path=f"logits_processors[{i}]",
         )
 
 
@@ -66,31 +71,15 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     index: int
 
 
-class Unpin(msgspec.Struct, tag=True, array_like=True):
-    """Releases a shared prefix; ignored if there is none of this name."""
-
-    name: str
-
-
 #: The id of a call whose reply nobody awaits.
 NO_REPLY = -1
 
 
 class Call(msgspec.Struct, tag=True, array_like=True):
-    """Calls a method; answered by a ``Reply``."""
+    """Calls a method (``EngineCore.call``); answered by a ``Reply``."""
 
     call_id: int
-    method: Literal[
-        "stats",
-        "view",
-        "reset_prefix_cache",
-        "pause",
-        "sleep",
-        "wake_up",
-        "pin_adapter",
-        "unpin_adapter",
-        "collective_rpc",
-    ]
+    method: str
     args: list[Any] = []
 
 
@@ -105,7 +94,7 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """Ends the core's process, in any state."""
 
 
-ToCore = Start | Add | Abort | Stop | Unpin | Call | HandOver | Shutdown
+ToCore = Start | Add | Abort | Stop | Call | HandOver | Shutdown
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):

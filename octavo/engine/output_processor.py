@@ -37,7 +37,8 @@ from octavo.core.sampling_params import (
     RequestOutputKind,
     SamplingParams,
     excluding_fields,
-    no_token_message,
+    grammar_error,
+    no_token_error,
 )
 from octavo.engine.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -166,9 +167,6 @@ class OutputProcessor:
         request = self._groups.get(group_id)
         return None if request is None else request.request_id
 
-    def of_group(self, group_id: int) -> RequestState:
-        return self._groups[group_id]
-
     def discard(self, request: RequestState) -> None:
         """Closes a request as it is; its untaken output stays."""
         del self._requests[request.request_id]
@@ -223,8 +221,10 @@ class OutputProcessor:
                 output.error = update.extra.error
                 fields = excluding_fields(request.params)
                 if fields and (output.error or "").startswith(NO_TOKEN_LEFT):
-                    output.excludes_all_tokens = True
-                    output.error = no_token_message(fields, len(completion.token_ids))
+                    output.invalid = no_token_error(fields, len(completion.token_ids))
+                    output.error = str(output.invalid)
+                else:
+                    output.invalid = grammar_error(output.error, request.params)
         if reason is not None:
             self._finish(request, completion, reason, drop_last=silent)
 

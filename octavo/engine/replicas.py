@@ -1,7 +1,6 @@
 """The engine cores behind one front end (data parallelism).
 
-``Replicas`` restarts cores that die, ``Placement`` knows which core has each request, ``Router`` chooses it, and
-``Migration`` drains and restarts replicas on purpose.
+``Replicas`` replaces cores that die, ``Placement`` knows which core has each request, and ``Router`` chooses it.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -30,20 +30,14 @@ from octavo.core.errors import (
 from octavo.core.request import AdmissionStats
 from octavo.core.stats import EngineView
 from octavo.engine.blame import GUILTY, Blame
-from octavo.engine.core_client import (
-    REFILL_DELAY,
-    RESTART_WINDOW,
-    CoreClient,
-    CoreStarter,
-    RestartLimit,
-    StartedCore,
-    watch,
-)
-from octavo.engine.core_start import CoreProcess
-from octavo.engine.messages import Add, Ready, StepDone, ToCore
+from octavo.engine.core_handle import C
+from octavo.engine.messages import Add, StepDone, ToCore
 from octavo.engine.output_processor import RequestState
 from octavo.memory.prefix_cache import PrefixChain
 from octavo.process.children import ProcessorWaits
+
+if TYPE_CHECKING:
+    from octavo.engine.core_client import CoreClient, ProcessStarter
 
 logger = logging.getLogger("octavo")
 T = TypeVar("T")
@@ -51,6 +45,10 @@ T = TypeVar("T")
 #: "drained": it lives and gets no requests. "dead": it is not restarted.
 ReplicaStatus = Literal["starting", "ready", "drained", "dead"]
 Routing = Literal["prefix", "least_loaded", "round_robin"]
+#: Seconds within which a replica's starts are counted, at most ``engine_restarts``.
+RESTART_WINDOW = 600.0
+#: Seconds between the use of a reserve core and the start of the next one, which would slow down the first steps.
+REFILL_DELAY = 3.0
 #: Most blocks that the router remembers per replica: 20 million tokens in blocks of 16.
 MAX_BLOCKS = 1 << 20
 #: Most blocks of a prompt that the router looks up, so that long prompts do not block the event loop.
@@ -65,65 +63,147 @@ _MODEL_CHANGED = (
 )
 
 
-class Replicas:
-    """Owns the engine cores behind a front end. For one event loop.
+class Replicas(ABC, Generic[C]):
+    """Owns the engine cores behind a front end: ``ProcessReplicas``, or ``LocalCores`` in this process.
 
-    A core that dies is restarted, within limits; meanwhile its requests continue at others, or wait. A request fails
+    A core that dies is replaced, within limits; meanwhile its requests continue at others, or wait. A request fails
     only if it is the culprit, if its model has changed, or if all cores are lost for good: then ``on_death`` is called,
     once.
     """
 
-    def __init__(self, processes: list[CoreProcess], config: EngineConfig) -> None:
-        self.starter = CoreStarter(config.standby_engines, RestartLimit(config.engine_restarts))
-        self.all = [
-            Replica(number, CoreClient(process), RestartLimit(config.engine_restarts))
-            for number, process in enumerate(processes)
-        ]
+    def __init__(self, cores: Sequence[C], config: EngineConfig) -> None:
+        self.all = [Replica(i, core, RestartLimit(config.engine_restarts)) for i, core in enumerate(cores)]
         self.requests = Placement(self.all, router_of(config))
-        self._watchdog: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         #: Set while a core takes requests, and when all are lost for good.
         self._available = asyncio.Event()
+        self._available.set()
         self._closing = False
         #: Why all cores are lost for good.
         self._error: OctavoError | None = None
         #: Whether generation is paused, so that cores with requests do no steps.
         self.paused = False
-        #: Called with each step of a core; its next message is processed after that.
+        #: Called with each step of a core in another process; its next message is processed after that.
         self.on_step: Callable[[StepDone], Awaitable[None]] = _ignore
         #: Gives a new core the engine's state before it takes requests.
         self.on_start: Callable[[int], Awaitable[None]] = _ignore
         self.on_death: Callable[[OctavoError], None] = lambda error: None
-
-    async def ready(self) -> Ready:
-        """Waits until all cores have loaded; ``max_model_len`` is that of the smallest KV cache."""
-        ready = await asyncio.gather(*(replica.client.ready for replica in self.all))
-        for replica, its in zip(self.all, ready, strict=True):
-            if replica.client.error is not None:
-                raise replica.client.error
-            self._connect(replica, StartedCore(replica.client, its))
-            replica.status = "ready"
-        self._available.set()
-        self.starter.start_seconds = time.monotonic() - self.starter.created
-        profiles = [profile for r in ready for profile in r.profiles]
-        return msgspec.structs.replace(ready[0], max_model_len=min(r.max_model_len for r in ready), profiles=profiles)
-
-    def _connect(self, replica: Replica, core: StartedCore) -> None:
-        replica.client, replica.digest = core.client, core.ready.digest
-        core.client.on_step = partial(self._receive, replica)
-        core.client.on_death = partial(self._lose, replica, core.client)
-
-    def send_all(self, message: ToCore) -> None:
         for replica in self.all:
-            replica.client.send(message)
+            self._connect(replica)
 
+    @abstractmethod
     async def call(self, method: str, kind: type[T], *args: Any) -> list[T]:
-        """Calls all living cores, or, if none lives, the next that does; returns their answers by number.
+        """Calls all living cores; returns their answers by number.
 
         Raises:
             EngineDeadError: all are lost.
             OctavoError: the call failed on one.
         """
+
+    @abstractmethod
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine that only the end of the engine may cancel."""
+
+    @abstractmethod
+    async def _start(self, number: int, after: C) -> C:
+        """Returns a new core for replica ``number``, in the place of ``after``."""
+
+    def _connect(self, replica: Replica[C]) -> None:
+        core = replica.core
+        core.connect(partial(self._receive, replica), lambda error: self.lose(replica, core, error))
+
+    def send_all(self, message: ToCore) -> None:
+        for replica in self.all:
+            replica.core.send(message)
+
+    @property
+    def living(self) -> list[int]:
+        return [replica.number for replica in self.all if replica.lives]
+
+    @property
+    def is_available(self) -> bool:
+        return any(replica.status == "ready" for replica in self.all)
+
+    async def _receive(self, replica: Replica[C], step: StepDone) -> None:
+        replica.num_steps += 1
+        self.requests.observe_admissions(replica, step.outputs.admissions)
+        if step.stats.replica != replica.number:  # it was in reserve
+            step.stats = msgspec.structs.replace(step.stats, replica=replica.number)
+        await self.on_step(step)
+
+    def lose(self, replica: Replica[C], core: C, error: OctavoError) -> None:
+        """Handles the death of a core: its requests go to others, or wait for its successor."""
+        dead = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        computed = None if isinstance(error, EngineKilledError) else core.last_groups()
+        lost = self.requests.take_all(replica, dead, computed)
+        restarts = not self._closing and replica.restarts.take()
+        replica.status = "starting" if restarts else "dead"
+        if all(r.status == "dead" for r in self.all):
+            self._run(core.kill())
+            self._end(dead)
+            return
+        logger.error(
+            "replica %d of %d has ended (%s); its %d open requests go on%s",
+            replica.number, len(self.all), dead, len(lost),
+            f", and it is started again, for the {replica.restarts.num_recent}. time in {RESTART_WINDOW / 60:g} minutes"
+            if restarts else "",
+        )  # fmt: skip
+        self.requests.send_on(lost)
+        if not self.is_available:
+            self._available.clear()
+        self._run(self._replace(replica, core) if restarts else core.kill())
+
+    async def _replace(self, replica: Replica[C], old: C) -> None:
+        """Puts another core in the place of one that has ended."""
+        core = None
+        while core is None:
+            try:
+                core = await self._start(replica.number, old)
+            except OctavoError as e:
+                logger.error("replica %d could not be started again: %s", replica.number, e)
+                if replica.restarts.take():
+                    continue
+                replica.status = "dead"
+                if all(r.status == "dead" for r in self.all):
+                    self._end(e)
+                else:
+                    self.requests.send_waiting()
+                return
+        replica.core = core
+        self._connect(replica)
+        with contextlib.suppress(EngineDeadError):  # then ``lose`` was called
+            try:
+                await self.on_start(replica.number)
+            except EngineDeadError:
+                raise
+            except OctavoError as e:
+                logger.error("replica %d lacks a part of the engine's state: %s", replica.number, e)
+        if core.error is None:
+            self.open_replica(replica)
+        await old.kill()
+
+    def _end(self, error: OctavoError) -> None:
+        self._error = error
+        self._available.set()
+        self.on_death(error)
+
+    def open_replica(self, replica: Replica[C]) -> None:
+        replica.status = "drained" if replica.drained else "ready"
+        self._available.set()
+        logger.info("replica %d of %d takes requests", replica.number, len(self.all))
+        self.requests.send_waiting()
+
+
+class ProcessReplicas(Replicas["CoreClient"]):
+    """Cores in other processes. For one event loop."""
+
+    def __init__(self, cores: Sequence[CoreClient], starter: ProcessStarter, config: EngineConfig) -> None:
+        super().__init__(cores, config)
+        self._starter = starter
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._restarting = False
+
+    async def call(self, method: str, kind: type[T], *args: Any) -> list[T]:
+        """``Replicas.call``; if no core lives, it calls the next that does."""
         while True:
             await self._available.wait()
             if not self.living:
@@ -135,150 +215,174 @@ class Replicas:
     async def views(self, fresh: bool) -> list[EngineView]:
         """Returns the view of each living core (``ViewRecorder.view``)."""
         views = await self._call_living("view", EngineView, fresh)
-        for replica, view in views:
-            view.replica = replica.number
+        for number, view in views:
+            view.replica = number
         return [view for _, view in views]
 
-    async def _call_living(self, method: str, kind: type[T], *args: Any) -> list[tuple[Replica, T]]:
+    async def _call_living(self, method: str, kind: type[T], *args: Any) -> list[tuple[int, T]]:
         """Calls the living cores; one that dies meanwhile is left out: its successor starts with the engine's state."""
-        replicas = [replica for replica in self.all if replica.lives]
-        calls = (replica.client.call(method, kind, *args) for replica in replicas)
+        living = self.living
+        calls = (self.all[number].core.call(method, kind, *args) for number in living)
         answers = []
-        for replica, answer in zip(replicas, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+        for number, answer in zip(living, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if not isinstance(answer, BaseException):
-                answers.append((replica, answer))
+                answers.append((number, answer))
             elif not isinstance(answer, EngineDeadError):
                 raise answer
         return answers
 
-    @property
-    def living(self) -> list[int]:
-        return [replica.number for replica in self.all if replica.lives]
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self.start_task(work)
 
-    @property
-    def is_available(self) -> bool:
-        return any(replica.status == "ready" for replica in self.all)
-
-    async def _receive(self, replica: Replica, step: StepDone) -> None:
-        replica.num_steps += 1
-        self.requests.observe_admissions(replica, step.outputs.admissions)
-        if step.stats.replica != replica.number:  # it was in reserve
-            step.stats = msgspec.structs.replace(step.stats, replica=replica.number)
-        await self.on_step(step)
-
-    def _lose(self, replica: Replica, client: CoreClient, error: OctavoError) -> None:
-        """Handles the death of a core: its requests go to others, or wait for its successor."""
-        dead = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
-        computed = None if isinstance(error, EngineKilledError) else client.process.read_recorder()
-        lost = self.requests.take_all(replica, dead, computed)
-        restarts = not self._closing and replica.restarts.take()
-        replica.status = "starting" if restarts else "dead"
-        if all(r.status == "dead" for r in self.all):
-            self.run(client.kill())
-            self._end(dead)
-            return
-        logger.error(
-            "replica %d of %d has ended (%s); its %d open requests go on%s",
-            replica.number, len(self.all), dead, len(lost),
-            f", and it is started again, for the {replica.restarts.num_recent}. time in {RESTART_WINDOW / 60:g} minutes"
-            if restarts else "",
-        )  # fmt: skip
-        self.run(self._replace(replica, client) if restarts else client.kill())
-        self.requests.send_on(lost)
-        if not self.is_available:
-            self._available.clear()
-
-    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts a task that only the end of the engine cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _replace(self, replica: Replica, old: CoreClient) -> None:
-        """Puts a core from the reserve, or a new one, in the place of one that has ended."""
-        core = self.starter.take_reserve()
-        while core is None:
-            try:
-                core = await self.starter.start(replica.number, after=old)
-            except OctavoError as e:
-                logger.error("replica %d could not be started again: %s", replica.number, e)
-                if replica.restarts.take():
-                    continue
-                replica.status = "dead"
-                if all(r.status == "dead" for r in self.all):
-                    self._end(e)
-                else:
-                    self.requests.send_waiting()
-                return
-        await self.install(replica, core)
-        await old.kill()
+    async def _start(self, number: int, after: CoreClient) -> CoreClient:
+        core = self._starter.take_reserve() or await self._starter.start(number, after)
+        self._starter.fill_reserve(REFILL_DELAY)
+        return core
 
-    def _end(self, error: OctavoError) -> None:
-        self._error = error
-        self._available.set()
-        self.on_death(error)
+    # --- drained and restarted on purpose, without breaking a stream ---
 
-    async def replace(self, replica: Replica) -> None:
-        """Ends the core of a replica and starts another, within the limit of its restarts."""
-        replica.status = "starting"
-        if not self.is_available:
-            self._available.clear()
-        old = replica.client
-        await old.close()
-        self.requests.router.restart(replica.number)
-        await self._replace(replica, old)
+    def _replica(self, number: int) -> Replica[CoreClient]:
+        if not 0 <= number < len(self.all):
+            raise ConfigError(f"there is no replica {number}; there are 0 to {len(self.all) - 1}")
+        return self.all[number]
 
-    async def install(self, replica: Replica, core: StartedCore) -> None:
-        """Gives a replica a ready core, which then takes requests."""
-        self._connect(replica, core)
-        with contextlib.suppress(EngineDeadError):  # then ``_lose`` was called
-            try:
-                await self.on_start(replica.number)
-            except EngineDeadError:
-                raise
-            except OctavoError as e:
-                logger.error("replica %d lacks a part of the engine's state: %s", replica.number, e)
-        if core.client.error is not None:
-            return
-        self.open_replica(replica)
-        self.starter.fill_reserve(REFILL_DELAY)
+    async def drain(self, number: int) -> int:
+        """Stops new requests for a replica and moves its open ones; returns their number.
 
-    def open_replica(self, replica: Replica) -> None:
-        replica.status = "drained" if replica.drained else "ready"
-        self._available.set()
-        logger.info("replica %d of %d takes requests", replica.number, len(self.all))
-        self.requests.send_waiting()
+        Requests that no other core can continue, as the model's files have changed, finish there. ``ConfigError`` if
+        there is no such replica, ``EngineStateError`` if no other one takes requests.
+        """
+        replica = self._replica(number)
+        if not any(other.status == "ready" for other in self.all if other is not replica):
+            raise EngineStateError(f"no replica takes requests except {number}, so it cannot be drained")
+        replica.drained = True
+        if replica.status == "ready":
+            replica.status = "drained"
+        return await self._move(replica)
 
-    def watch(self, step_timeout: float) -> None:
-        """Starts the watchdog (``core_client.watch``) and fills the reserve."""
-        self._watchdog = asyncio.create_task(watch(self.all, step_timeout, lambda: self.paused))
-        self.starter.fill_reserve()
+    def undrain(self, number: int) -> None:
+        replica = self._replica(number)
+        replica.drained = False
+        if replica.status == "drained" and not replica.is_restarting:
+            self.open_replica(replica)
+
+    async def _move(self, replica: Replica[CoreClient], next_digest: str | None = None) -> int:
+        """Moves the requests of a replica to others that can continue them; returns their number.
+
+        ``next_digest``: of the checkpoint that the replica's next core will load, for which requests may wait. Requests
+        that no other core can continue stay.
+        """
+        movable = self.requests.movable(replica, next_digest)
+        try:
+            if movable:
+                await replica.core.hand_over(movable)
+        except EngineDeadError:  # ``lose`` has moved its requests
+            return 0
+        moved = [entry for group_id in movable if (entry := replica.open.get(group_id)) is not None]
+        self.requests.send_on(moved)
+        return len(moved)
+
+    async def restart(self) -> None:
+        """Restarts the cores one after the other, with the model's present files.
+
+        The requests of a replica continue at the others, or, if it is alone, wait for its new core. If the files have
+        changed and no other replica has the old ones, the old core first finishes its answers. Reserve cores are
+        restarted first, to take over at once.
+        """
+        if self._restarting:
+            raise EngineStateError("the replicas are being started again already")
+        self._restarting = True
+        # Goes on if the caller is cancelled.
+        await asyncio.shield(self.start_task(self._restart_all()))
+
+    async def _restart_all(self) -> None:
+        try:
+            await self._starter.check_files()
+            began = time.monotonic()
+            for replica in self.all:
+                await self._starter.renew_reserve(began)
+                replica.is_restarting = True
+                try:
+                    await self._restart(replica)
+                finally:
+                    replica.is_restarting = False
+        finally:
+            self._restarting = False
+
+    async def _restart(self, replica: Replica[CoreClient]) -> None:
+        while replica.status == "starting":
+            await asyncio.sleep(_POLL)
+        old = replica.core
+        if replica.lives:
+            replica.status = "drained"
+            next_digest = await self._starter.digest_now()
+            while replica.open and old.error is None:
+                await self._move(replica, next_digest)
+                await asyncio.sleep(_POLL)
+        if replica.core is old and (old.error is None or replica.status == "dead"):
+            replica.status = "starting"
+            if not self.is_available:
+                self._available.clear()
+            await old.close()
+            self.requests.router.restart(replica.number)
+            await self._replace(replica, old)
+        while replica.status == "starting":  # the new core died and is being replaced
+            await asyncio.sleep(_POLL)
+        if not replica.lives:
+            raise EngineDeadError(f"replica {replica.number} could not be started again")
 
     async def close(self) -> None:
-        await self._end_tasks()
-        await asyncio.gather(self.starter.close(), *(replica.client.close() for replica in self.all))
-
-    async def kill(self) -> None:
-        await self._end_tasks()
-        await asyncio.gather(self.starter.close(), *(replica.client.kill() for replica in self.all))
-
-    async def _end_tasks(self) -> None:
         self._closing = True
-        tasks = [*self._tasks] + ([] if self._watchdog is None else [self._watchdog])
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(self._starter.close(), *(replica.core.close() for replica in self.all))
 
     def end(self) -> None:
         """Kills all cores without waiting, where no event loop runs."""
         self._closing = True
-        self.starter.end()
+        self._starter.end()
         for replica in self.all:
-            replica.client.end()
+            replica.core.end()
 
 
 async def _ignore(_: object) -> None: ...
+
+
+class RestartLimit:
+    """Limits the starts of one replica to ``most`` within ``RESTART_WINDOW`` seconds."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._times: deque[float] = deque()
+        self.count = 0
+
+    def take(self) -> bool:
+        """Counts a start; False if the limit is reached."""
+        now = time.monotonic()
+        while self._times and now - self._times[0] > RESTART_WINDOW:
+            self._times.popleft()
+        if len(self._times) >= self._most:
+            return False
+        self._times.append(now)
+        self.count += 1
+        return True
+
+    def forgive(self, count: int) -> None:
+        """Uncounts the last starts: one request was to blame, and it has ended."""
+        for _ in range(min(count, len(self._times))):
+            self._times.pop()
+
+    @property
+    def num_recent(self) -> int:
+        return len(self._times)
 
 
 @dataclass(frozen=True)
@@ -296,7 +400,7 @@ class OpenRequest:
     #: Its tokens in the router.
     work: int
     #: None: it waits for a core.
-    replica: Replica | None = None
+    replica: Replica[Any] | None = None
     #: The digest of the checkpoint that has begun it; None: it has not begun.
     digest: str | None = None
     was_sent: bool = False
@@ -308,23 +412,21 @@ class OpenRequest:
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
+class Replica(Generic[C]):
     """One replica: a number, and the core that now serves it.
 
     ``open`` has its requests, which survive the loss of its core.
     """
 
     number: int
-    client: CoreClient
+    core: C
     restarts: RestartLimit
-    status: ReplicaStatus = "starting"
+    status: ReplicaStatus = "ready"
     open: dict[int, OpenRequest] = field(default_factory=dict)
     #: Steps of all of its cores: only the first core compiles kernels in its first step.
     num_steps: int = 0
-    #: Of the checkpoint that its core has loaded.
-    digest: str = ""
     drained: bool = False
-    #: Whether ``Migration`` is restarting its core.
+    #: Whether its core is being restarted on purpose.
     is_restarting: bool = False
     #: ``num_steps`` at the watchdog's last check, and seconds without a step since, though it could have run.
     seen_steps: int = -1
@@ -336,7 +438,7 @@ class Replica:
         return self.status in ("ready", "drained")
 
     def state(self) -> ReplicaState:
-        pid = self.client.process.pid if self.lives else None
+        pid = self.core.pid if self.lives else None
         return ReplicaState(self.number, self.status, pid, len(self.open), self.restarts.count)
 
     def is_hung(self, elapsed: float, patience: float) -> bool:
@@ -345,7 +447,7 @@ class Replica:
         Time in which a thread of the core or of its workers was runnable but had no processor does not count: on a busy
         machine steps take long, and killing the core would not help.
         """
-        held_up = self.waits.since_last([self.client.process.pid]) if self.open else 0.0
+        held_up = self.waits.since_last([self.core.pid]) if self.open else 0.0
         if not self.open or self.seen_steps != self.num_steps:
             self.seen_steps, self.quiet = self.num_steps if self.open else -1, 0.0
             return False
@@ -356,7 +458,7 @@ class Replica:
 class Placement:
     """Owns the open requests: each is at one replica, or waits for one. For one event loop."""
 
-    def __init__(self, replicas: Sequence[Replica], router: Router) -> None:
+    def __init__(self, replicas: Sequence[Replica[Any]], router: Router) -> None:
         self.router = router
         self._replicas = replicas
         self._open: dict[int, OpenRequest] = {}
@@ -398,7 +500,7 @@ class Placement:
         replica.open[entry.group_id] = entry
         self.num_resumed += entry.was_sent
         entry.was_sent = True
-        replica.client.send(Add(entry.request.resume(self._blame.alone(entry.request))))
+        replica.core.send(Add(entry.request.resume(self._blame.alone(entry.request))))
 
     def _fail(self, entry: OpenRequest, reason: str) -> None:
         self.forget(entry.group_id)
@@ -407,7 +509,7 @@ class Placement:
     def send(self, group_id: int, message: ToCore) -> None:
         entry = self._open.get(group_id)
         if entry is not None and entry.replica is not None:
-            entry.replica.client.send(message)
+            entry.replica.core.send(message)
 
     def forget(self, group_id: int) -> None:
         entry = self._open.pop(group_id, None)
@@ -416,12 +518,12 @@ class Placement:
             self._waiting.pop(group_id, None)
             self._blame.forget(group_id)
 
-    def observe_admissions(self, replica: Replica, admissions: Iterable[AdmissionStats]) -> None:
+    def observe_admissions(self, replica: Replica[Any], admissions: Iterable[AdmissionStats]) -> None:
         """Notes that a replica has begun these requests: only the same model can continue them."""
         for admission in admissions:
             entry = self._open.get(admission.group_id)
             if entry is not None:
-                entry.digest = replica.digest
+                entry.digest = replica.core.digest
 
     def _take_back(self, entry: OpenRequest) -> None:
         if entry.replica is not None:
@@ -429,7 +531,7 @@ class Placement:
             self.router.release(entry.replica.number, entry.work)
             entry.replica = None
 
-    def take_all(self, replica: Replica, error: EngineDeadError, computed: set[int] | None) -> list[OpenRequest]:
+    def take_all(self, replica: Replica[Any], error: EngineDeadError, computed: set[int] | None) -> list[OpenRequest]:
         """Takes the requests of a dead core; fails the culprit, if one is found, and returns the others.
 
         ``computed``: the groups of the core's last steps; None: it was killed from outside.
@@ -448,29 +550,18 @@ class Placement:
                 self._replicas[number].restarts.forgive(1)
         return lost
 
-    async def move(self, number: int, next_digest: str | None = None) -> int:
-        """Moves the requests of a replica to others that can continue them; returns their number.
-
-        ``next_digest``: of the checkpoint that the replica's next core will load, for which requests may wait. Requests
-        that no other core can continue stay.
-        """
-        replica = self._replicas[number]
-        others = [r for r in self._replicas if r is not replica]
-        movable = [
-            i
-            for i, entry in replica.open.items()
+    def movable(self, replica: Replica[Any], next_digest: str | None) -> list[int]:
+        """The groups of a replica that others can continue, or its next core with the checkpoint ``next_digest``."""
+        others = [other for other in self._replicas if other is not replica]
+        return [
+            group_id
+            for group_id, entry in replica.open.items()
             if not entry.is_fixed
             and (
-                any(_may_take(r, entry) for r in others)
+                any(_may_take(other, entry) for other in others)
                 or (next_digest is not None and entry.digest in (None, next_digest))
             )
         ]
-        if not movable:
-            return 0
-        await replica.client.hand_over(movable)
-        moved = [entry for i in movable if (entry := replica.open.get(i)) is not None]
-        self.send_on(moved)
-        return len(moved)
 
     def send_on(self, entries: list[OpenRequest]) -> None:
         """Gives requests without a core to other cores, by arrival."""
@@ -488,92 +579,8 @@ class Placement:
         self.send_on(list(self._waiting.values()))
 
 
-def _may_take(replica: Replica, entry: OpenRequest) -> bool:
-    return replica.status == "ready" and entry.digest in (None, replica.digest)
-
-
-class Migration:
-    """Drains and restarts replicas without breaking a stream. For one event loop."""
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
-        self._restarting = False
-
-    def _replica(self, number: int) -> Replica:
-        if not 0 <= number < len(self._replicas.all):
-            raise ConfigError(f"there is no replica {number}; there are 0 to {len(self._replicas.all) - 1}")
-        return self._replicas.all[number]
-
-    async def drain(self, number: int) -> int:
-        """Stops new requests for a replica and moves its open ones; returns their number.
-
-        Requests that no other core can continue, as the model's files have changed, finish there. ``ConfigError`` if
-        there is no such replica, ``EngineStateError`` if no other one takes requests.
-        """
-        replica = self._replica(number)
-        if not any(other.status == "ready" for other in self._replicas.all if other is not replica):
-            raise EngineStateError(f"no replica takes requests except {number}, so it cannot be drained")
-        replica.drained = True
-        if replica.status == "ready":
-            replica.status = "drained"
-        return await self._move(replica)
-
-    def undrain(self, number: int) -> None:
-        replica = self._replica(number)
-        replica.drained = False
-        if replica.status == "drained" and not replica.is_restarting:
-            self._replicas.open_replica(replica)
-
-    async def _move(self, replica: Replica, next_digest: str | None = None) -> int:
-        try:
-            return await self._replicas.requests.move(replica.number, next_digest)
-        except EngineDeadError:  # ``Replicas._lose`` has moved its requests
-            return 0
-
-    async def restart(self) -> None:
-        """Restarts the cores one after the other, with the model's present files.
-
-        The requests of a replica continue at the others, or, if it is alone, wait for its new core. If the files have
-        changed and no other replica has the old ones, the old core first finishes its answers. Reserve cores are
-        restarted first, to take over at once.
-        """
-        if self._restarting:
-            raise EngineStateError("the replicas are being started again already")
-        self._restarting = True
-        # Goes on if the caller is cancelled.
-        await asyncio.shield(self._replicas.run(self._restart_all()))
-
-    async def _restart_all(self) -> None:
-        starter = self._replicas.starter
-        try:
-            await starter.check_files()
-            began = time.monotonic()
-            for replica in self._replicas.all:
-                await starter.renew_reserve(began)
-                replica.is_restarting = True
-                try:
-                    await self._restart(replica)
-                finally:
-                    replica.is_restarting = False
-        finally:
-            self._restarting = False
-
-    async def _restart(self, replica: Replica) -> None:
-        while replica.status == "starting":
-            await asyncio.sleep(_POLL)
-        old = replica.client
-        if replica.lives:
-            replica.status = "drained"
-            next_digest = await self._replicas.starter.digest_now()
-            while replica.open and old.error is None:
-                await self._move(replica, next_digest)
-                await asyncio.sleep(_POLL)
-        if replica.client is old and (old.error is None or replica.status == "dead"):
-            await self._replicas.replace(replica)
-        while replica.status == "starting":  # the new core died and is being replaced
-            await asyncio.sleep(_POLL)
-        if not replica.lives:
-            raise EngineDeadError(f"replica {replica.number} could not be started again")
+def _may_take(replica: Replica[Any], entry: OpenRequest) -> bool:
+    return replica.status == "ready" and entry.digest in (None, replica.core.digest)
 
 
 class Router:

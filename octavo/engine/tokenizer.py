@@ -138,8 +138,8 @@ class Tokenizer:
         special = self.backend.num_special_tokens_to_add(pair)
         if max_tokens <= special:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens must be more than {special}, the number of special tokens around a text, not "
-                f"{max_tokens}"
+                f"must be more than {special}, the number of special tokens around a text, not {max_tokens}",
+                path="truncate_prompt_tokens",
             )
         return int(max_tokens - special)
 
@@ -234,7 +234,7 @@ class Tokenizer:
             variants.append(within[len(line_break) :])
         unique = [list(ids) for ids in dict.fromkeys(map(tuple, variants)) if ids]
         if not unique:
-            raise InvalidRequestError(f"bad_words: {word!r} has no tokens")
+            raise InvalidRequestError(f"{word!r} has no tokens", path="bad_words")
         return unique
 
     # --- names of transformers ---------------------------------------------------------------------------------------
@@ -251,7 +251,9 @@ class Tokenizer:
     ) -> Encoding:
         """Tokenizes a text or several, as lists; ``truncation`` keeps the first ``max_length`` tokens of each."""
         if padding or return_tensors is not None:
-            raise InvalidRequestError("padding must be False and return_tensors None: token ids are lists of integers")
+            raise InvalidRequestError(
+                "must be False and return_tensors None: token ids are lists of integers", path="padding"
+            )
         ids = self.encode_batch([text] if isinstance(text, str) else list(text), add_special_tokens)
         if truncation and max_length is not None:
             ids = [each[:max_length] for each in ids]
@@ -387,8 +389,8 @@ class NoTokenizer(Tokenizer):
 
     def _refusal(self, what: str) -> InvalidRequestError:
         return InvalidRequestError(
-            f"the model has no tokenizer ({self._folder} holds no tokenizer.json), so {what}, or name a folder with "
-            "one in the option tokenizer"
+            f"the model has no tokenizer (its folder holds no tokenizer.json), so {what}, or name a folder with one in "
+            "the option tokenizer"
         )
 
     def _find_anchor(self) -> list[int]:
@@ -412,12 +414,13 @@ class SkippedTokenizer(NoTokenizer):
 
 def _checked(text: object) -> str:
     if not isinstance(text, str):
-        raise InvalidRequestError(f"a prompt must be a text, not {type(text).__name__}")
+        raise InvalidRequestError(f"must be a text, not {type(text).__name__}", path="prompt")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as e:
         raise InvalidRequestError(
-            f"a prompt must be valid Unicode: character {e.start} is half of a surrogate pair ({text[e.start]!r})"
+            f"must be valid Unicode: character {e.start} is half of a surrogate pair ({text[e.start]!r})",
+            path="prompt",
         ) from None
     return text
 
@@ -670,4 +673,8 @@ def find_fill_in_middle(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
 
 
 def no_fill_in_middle() -> InvalidRequestError:
-    return InvalidRequestError("suffix is not supported by this model: its vocabulary has no tokens to fill gaps with")
+    return InvalidRequestError(
+        "is not supported by this model: its vocabulary has no tokens to fill gaps with",
+        path="suffix",
+        kind="unsupported_parameter",
+    )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -44,7 +43,8 @@ from octavo.speech.transcription import (
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
 
-
+P = ParamSpec("P")
+T = TypeVar("T")
 #: Logprobs below it are those of excluded tokens; its exponential is 0.
 _LEAST_LOGPROB = -700.0
 
@@ -114,8 +114,9 @@ class SpeechRequests:
         for layer, head in self.tokens.alignment_heads:
             if not (0 <= layer < layers and 0 <= head < heads):
                 raise InvalidRequestError(
-                    f"word_timestamps must be False: alignment_heads of the model's files has [{layer}, {head}], and "
-                    f"the model {layers} layers of {heads} heads"
+                    f"must be False: alignment_heads of the model's files has [{layer}, {head}], and the model "
+                    f"{layers} layers of {heads} heads",
+                    path="word_timestamps",
                 )
         upper = [(layer, head) for layer in range(layers // 2, layers) for head in range(heads)]
         return list(self.tokens.alignment_heads) or upper
@@ -164,51 +165,71 @@ def with_arrival(options: RequestOptions, now: float) -> RequestOptions:
     return options if options.arrival_time is not None else msgspec.structs.replace(options, arrival_time=now)
 
 
-async def transcribe_stream(
-    engine: AsyncLLM,
-    request_id: str,
+class SpeechHost(Protocol):
+    """What answers the requests of a transcription: an engine with an event loop, or one that is stepped."""
+
+    async def in_thread(self, call: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
+        """Calls a function that takes long, and finishes it even if the caller is cancelled."""
+
+    async def answer(self, request: SpeechRequest) -> RequestOutput:
+        """Waits for the only output of a request."""
+
+
+class StreamHost:
+    """The ``SpeechHost`` of an ``AsyncLLM``."""
+
+    def __init__(self, engine: AsyncLLM, request_id: str) -> None:
+        self._engine, self._ids = engine, (f"{request_id}-{number}" for number in itertools.count())
+
+    async def in_thread(self, call: Callable[P, T], /, *args: P.args, **keywords: P.kwargs) -> T:
+        return await finish_in_thread(call, *args, **keywords)
+
+    async def answer(self, request: SpeechRequest) -> RequestOutput:
+        prompt, params, options = request.prompt, request.params, request.options
+        stream = await self._engine.submit(next(self._ids), prompt, params, options, streaming=False)
+        with contextlib.closing(stream):
+            return await anext(stream)
+
+
+async def transcribe_recording(
+    speech: SpeechRequests,
+    host: SpeechHost,
     audio: Audio | OpenedAudio | SandboxRecording,
     params: TranscriptionParams,
     options: RequestOptions,
     limits: AudioLimits,
     *,
-    scores: bool,
+    scores: bool = False,
 ) -> AsyncGenerator[Segment | Transcription]:
-    """``AsyncLLM.transcribe``. Files are opened in threads, and decoded there or in the sandbox."""
-    speech, numbers = engine.front_end.speech, itertools.count()
+    """Yields the segments of a recording as they become certain, and at last the whole.
+
+    ``scores``: segments always have ``no_speech_prob``.
+    """
     options = with_arrival(options, time.monotonic())
     loop = speech.loop(params, scores=scores)
     ask = loop.send(None)  # unsupported parameters are refused before the audio is opened
-    if isinstance(audio, SandboxRecording | OpenedAudio):
-        opened = audio
-    else:
-        opened = await finish_in_thread(open_audio, audio, limits)
-    windows = AudioWindows()
+    opened = (
+        audio if isinstance(audio, SandboxRecording | OpenedAudio) else await host.in_thread(open_audio, audio, limits)
+    )
+    windows, window = AudioWindows(), np.empty(0, np.float32)
     heard: EncoderInput | None = None
     reply: Any = None
     try:
-        source = opened.pieces() if isinstance(opened, SandboxRecording) else _pieces_in_threads(opened)
+        source = opened.pieces() if isinstance(opened, SandboxRecording) else _pieces_in_threads(host, opened)
         async with contextlib.aclosing(source) as pieces:
             while True:
                 if isinstance(ask, Listen):
                     while windows.missing(ask.start) and (piece := await anext(pieces, None)) is not None:
                         windows.add(ask.start, piece)
-                    reply, heard = await asyncio.to_thread(_hear, speech, windows.window(ask.start))
+                    heard, window = None, windows.window(ask.start)
+                    reply = Heard.of(window)
                 elif isinstance(ask, Segment):
                     yield ask
                     reply = None
                 else:
-                    assert heard is not None
-                    request = speech.request(ask, heard, options)
-                    stream = await engine.submit(
-                        f"{request_id}-{next(numbers)}",
-                        request.prompt,
-                        request.params,
-                        request.options,
-                        streaming=False,
-                    )
-                    with contextlib.closing(stream):
-                        reply = speech.answer(ask, await anext(stream))
+                    if heard is None:
+                        heard = await host.in_thread(speech.hear, window)
+                    reply = speech.answer(ask, await host.answer(speech.request(ask, heard, options)))
                 try:
                     ask = loop.send(reply)
                 except StopIteration as end:
@@ -219,12 +240,8 @@ async def transcribe_stream(
             cast("OpenedAudio", opened).close()
 
 
-def _hear(speech: SpeechRequests, window: NDArray[np.float32]) -> tuple[Heard, EncoderInput | None]:
-    return Heard.of(window), speech.hear(window) if len(window) else None
-
-
-async def _pieces_in_threads(opened: OpenedAudio) -> AsyncGenerator[NDArray[np.float32]]:
+async def _pieces_in_threads(host: SpeechHost, opened: OpenedAudio) -> AsyncGenerator[NDArray[np.float32]]:
     """The pieces of a recording that this process decodes; no thread reads on after this is closed or cancelled."""
     pieces = opened.pieces()
-    while (piece := await finish_in_thread(next, pieces, None)) is not None:
+    while (piece := await host.in_thread(next, pieces, None)) is not None:
         yield piece

@@ -34,6 +34,7 @@ from octavo.process.children import Failure, LogMessage, ProcessorWaits
 from octavo.process.interrupts import HeldInterrupts
 from octavo.process.start_process import (
     LocalConnections,
+    end_process,
     how_it_ended,
     is_stopped,
     num_out_of_memory,
@@ -357,13 +358,7 @@ class MultiprocExecutor(RemoteExecutor):
     def _end_workers(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-                continue
-            process.kill()
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a call of a driver cannot be killed
-                process.wait(END_TIMEOUT)
+            end_process(process, max(0.0, deadline - time.monotonic()))
 
 
 def _closing(stack: contextlib.ExitStack, descriptor: int) -> int:

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -46,10 +47,11 @@ class CheckRequest(msgspec.Struct):
 
 
 class CheckAnswer(msgspec.Struct):
-    """A compiled grammar, or an error message."""
+    """A compiled grammar, or an error."""
 
     grammar: Grammar | None = None
-    error: str = ""
+    #: ``InvalidRequestError.data``.
+    error: dict[str, Any] | None = None
     #: JSON pointers of keywords that the grammar does not enforce.
     relaxed: list[str] = []
 
@@ -59,10 +61,11 @@ def digest(params: StructuredOutputsParams) -> str:
     try:
         content = msgspec.json.encode(params)
     except (TypeError, ValueError, RecursionError, OverflowError) as e:
-        raise InvalidRequestError(f"structured_outputs.{params.form} cannot be written as JSON: {e}") from None
+        raise InvalidRequestError(f"cannot be written as JSON: {e}", path=f"structured_outputs.{params.form}") from None
     if len(content) > MAX_BYTES:
         raise InvalidRequestError(
-            f"structured_outputs.{params.form} has {len(content)} bytes as JSON; at most {MAX_BYTES} are compiled"
+            f"has {len(content)} bytes as JSON; at most {MAX_BYTES} are compiled",
+            path=f"structured_outputs.{params.form}",
         )
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
@@ -132,7 +135,7 @@ class GrammarCompiler:
                     "depth": "is nested too deeply to be compiled",
                     "memory": "takes too much memory to be compiled",
                 }.get(answer.failure, f"cannot be compiled: {answer.details}")
-                refused = CheckAnswer(error=f"structured_outputs.{params.form} {reason}")
+                refused = CheckAnswer(error={"problem": reason, "path": f"structured_outputs.{params.form}"})
                 return self._keep(key, refused, answer.seconds)
             checked = msgspec.json.decode(answer.content, type=CheckAnswer)
             if checked.relaxed:
@@ -173,11 +176,12 @@ class GrammarCompiler:
 
 
 def _grammar_of(answer: CheckAnswer) -> Grammar:
-    if answer.grammar is None:
-        raise InvalidRequestError(answer.error)
+    if answer.error is not None:
+        raise InvalidRequestError(**answer.error)
+    assert answer.grammar is not None
     return answer.grammar
 
 
 def _size(answer: CheckAnswer) -> int:
     source = "" if answer.grammar is None else answer.grammar.source
-    return 500 + sum(map(len, (source, answer.error, *answer.relaxed)))
+    return 500 + sum(map(len, (source, str(answer.error), *answer.relaxed)))

@@ -1,4 +1,4 @@
-"""JSON schemas: which keywords are supported, where each subschema stands, and how llguidance must read them.
+"""JSON schemas: checks of keywords (docs/structured-output.md lists them), places of subschemas, and llguidance's form.
 
 Keywords are those of drafts 7 and 2020-12 (json-schema.org). A schema is walked as llguidance walks it: from its root,
 along all keywords that hold schemas and along references. ``schema_dialects`` rewrites what llguidance cannot read.
@@ -19,43 +19,15 @@ import msgspec
 from octavo.core.errors import InvalidRequestError
 from octavo.core.sampling_params import StructuredOutputsParams
 from octavo.grammar.ecma_regex import RegexError
-from octavo.grammar.schema_dialects import TYPES, Dialect, Schema, canonical, has_large_number, translate_patterns
-
-_SUPPORTED_FULLY = (
-    "additionalItems", "allOf", "anyOf", "items", "maxItems", "maxLength", "minItems", "minLength", "prefixItems",
-    "required", "type",
-)  # fmt: skip
-#: Keywords that outputs obey, with the limits of each.
-SUPPORTED = {
-    **dict.fromkeys(_SUPPORTED_FULLY, ""),
-    "$ref": "within the schema; nothing is fetched",
-    "additionalProperties": "equal names may come twice, all with valid values",
-    "const": "numbers of less than 2^63",
-    "enum": "numbers of less than 2^63",
-    "exclusiveMaximum": "true beside maximum, too (draft 4)",
-    "exclusiveMinimum": "true beside minimum, too (draft 4)",
-    "format": "date, date-time, time, duration, email, hostname, ipv4, ipv6, uuid, uuid1 to uuid8, uri, byte, base64, "
-    "json-pointer, relative-json-pointer, e164, ulid, int8 to uint64; others left out",
-    "maxProperties": "where all of properties is required, else left out",
-    "maximum": "values of at least 2^63 are not written",
-    "minProperties": "where all of properties is required, and at most one more than required, else left out",
-    "minimum": "values of at least 2^63 are not written; a larger bound is left out",
-    "multipleOf": "above 0 and less than 2^63",
-    "not": "any value, a type, constants, a pattern of a text, or one required property; else left out",
-    "oneOf": "where no value can be of two of them, as far as that is easily seen, such as by a const",
-    "pattern": "of ECMA-262; with a back-reference, or large look-around, left out",
-    "patternProperties": "patterns that no name has two of; names as of additionalProperties",
-    "properties": "in the order of the schema",
-    "propertyNames": "a list of names, a pattern or a length, else left out",
-    "unevaluatedProperties": "where it does not depend on the value what is evaluated, else left out",
-    "uniqueItems": "false, or with at most one item; else left out",
-}
-#: Keywords without effect on outputs.
-ANNOTATIONS = frozenset({
-    "$anchor", "$comment", "$defs", "$id", "$schema", "$vocabulary", "contentEncoding", "contentMediaType",
-    "contentSchema", "default", "definitions", "deprecated", "description", "examples", "readOnly", "title",
-    "writeOnly",
-})  # fmt: skip
+from octavo.grammar.schema_dialects import (
+    TYPES,
+    Dialect,
+    Schema,
+    canonical,
+    has_large_number,
+    is_number,
+    translate_patterns,
+)
 
 #: Control characters that JSON spells as \u00XX; outputs do not have them (``_STRICT``).
 _UNSPELLABLE = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01]|7f)")
@@ -77,7 +49,7 @@ def read_json(text: str | bytes, place: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
-        raise InvalidRequestError(f"{place} is not valid JSON: {e}") from None
+        raise InvalidRequestError(f"is not valid JSON: {e}", path=place) from None
 
 
 class SchemaError(InvalidRequestError):
@@ -86,7 +58,7 @@ class SchemaError(InvalidRequestError):
     def __init__(self, field: str, path: str, message: str) -> None:
         if len(path) > _LONGEST_PATH:
             path = f"{path[: _LONGEST_PATH // 2]}...{path[-_LONGEST_PATH // 2 :]}"
-        super().__init__(f"{field} at {path}: {message}" if path else f"{field}: {message}")
+        super().__init__(f"at {path}: {message}" if path else message, path=field)
 
 
 def prepare(root: Schema, field: str, relaxed: list[str], *, strict: bool = False) -> None:
@@ -104,24 +76,15 @@ def prepare(root: Schema, field: str, relaxed: list[str], *, strict: bool = Fals
     old = "draft-0" in str(root.get("$schema"))
     dialect = Dialect(root, report, lambda schema: _resolve(root, schema))
     visited: list[tuple[str, Schema]] = []
-    seen: set[int] = set()
-    waiting: list[tuple[str, Any]] = [("", root)]
-    while waiting:
-        path, schema = waiting.pop()
-        if isinstance(schema, bool) or id(schema) in seen:
-            continue
+    for path, schema in walk(root):
         if not isinstance(schema, dict):
             raise SchemaError(field, path, f"a schema must be an object or a boolean, not {schema!r:.100}")
-        seen.add(id(schema))
         visited.append((path, schema))
         if old and "$ref" in schema and "$id" in schema:
             raise SchemaError(field, f"{path}/$id", "$id beside $ref, which drafts to 7 ignore, is not supported")
         dialect.rewrite(path, schema)
         for keyword, value in list(schema.items()):
             _check(field, path, schema, keyword, value)
-        waiting += reversed([(path + step, child) for step, child in subschemas(schema)])
-        if (referred := target(root, schema)) is not None:
-            waiting.append(referred)
     for path, schema in visited:
         try:
             translate_patterns(path, schema, report)
@@ -140,18 +103,28 @@ def _resolve(root: Schema, schema: Schema) -> Schema:
     return schema
 
 
-def walk(root: Schema) -> dict[int, tuple[str, Schema]]:
-    """JSON pointer and schema of every reachable schema, the root first; keys are ``id(schema)``."""
-    result: dict[int, tuple[str, Schema]] = {}
+def walk(root: Schema) -> Iterator[tuple[str, Any]]:
+    """JSON pointer and schema of every reachable schema but booleans, the root first.
+
+    The subschemas of a schema are looked for after it was yielded, so that it may be changed before.
+    """
+    seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("", root)]
     while waiting:
         path, schema = waiting.pop()
-        if isinstance(schema, dict) and id(schema) not in result:
-            result[id(schema)] = (path, schema)
-            waiting += [(path + step, child) for step, child in subschemas(schema)]
+        if isinstance(schema, bool) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        yield path, schema
+        if isinstance(schema, dict):
+            waiting += reversed([(path + step, child) for step, child in subschemas(schema)])
             if (referred := target(root, schema)) is not None:
                 waiting.append(referred)
-    return result
+
+
+def schemas_of(root: Schema) -> dict[int, tuple[str, Schema]]:
+    """JSON pointer and schema of every reachable schema that is an object, by ``id(schema)``."""
+    return {id(schema): (path, schema) for path, schema in walk(root) if isinstance(schema, dict)}
 
 
 def subschemas(schema: Schema) -> Iterator[tuple[str, Any]]:
@@ -222,10 +195,6 @@ def _expect(field: str, place: str, right: bool, what: str, value: object) -> No
         raise SchemaError(field, place, f"must be {what}, not {value!r:.100}")
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _escape_pointer(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
@@ -236,14 +205,14 @@ def _escape_pointer(name: str) -> str:
 _NAMING = frozenset({"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"})
 
 
-def closed(root: Schema) -> Schema:
+def forbid_extra_properties(root: Schema) -> Schema:
     """A copy of the schema with ``additionalProperties: false`` wherever properties are named and nothing else is said.
 
     Where several schemas describe one object, as in ``allOf``, each names some of its properties and would forbid the
     others: these stay open. So do objects that need more properties than are named.
     """
     root = copy.deepcopy(root)
-    schemas = {key: schema for key, (_, schema) in walk(root).items()}
+    schemas = {key: schema for key, (_, schema) in schemas_of(root).items()}
     parts_of = {key: [*parts(root, schema)] for key, schema in schemas.items()}
     wholes: dict[int, list[int]] = {}
     for key, members in parts_of.items():
@@ -370,7 +339,7 @@ _SEARCH_SECONDS = 0.5
 
 def find_endless(root: Schema) -> str | None:
     """The JSON pointer of a schema that requires itself, so that no value is complete; None if there is none."""
-    unknown = walk(root)
+    unknown = schemas_of(root)
     complete: set[int] = set()
     while more := {key for key, (_, schema) in unknown.items() if _is_complete(root, schema, complete)}:
         complete |= more
@@ -511,7 +480,8 @@ class Disjointness:
         values = _values(view)
         if values is not None and canonical(value) not in set(map(canonical, values)):
             return True
-        kind = _type_of(value)
+        kinds = {type(None): "null", bool: "boolean", dict: "object", list: "array", str: "string"}
+        kind = kinds.get(type(value), "number")
         if kind not in _types(view) and not (kind == "integer" and "number" in _types(view)):
             return True
         if isinstance(value, dict):
@@ -562,11 +532,6 @@ def _types(view: _View) -> set[str]:
     return kinds
 
 
-def _type_of(value: Any) -> str:
-    kinds = {type(None): "null", bool: "boolean", dict: "object", list: "array", str: "string"}
-    return kinds.get(type(value), "number")
-
-
 def _values(view: _View) -> list[Any] | None:
     for schema in view:
         if "const" in schema or isinstance(schema.get("enum"), list):
@@ -611,7 +576,7 @@ def _of_item(view: _View, index: int) -> Iterator[Any]:
 def one_of_to_any_of(root: Schema) -> None:
     """Turns each ``oneOf`` of disjoint schemas into an ``anyOf``, in place."""
     compare = Disjointness(root)
-    for _, schema in walk(root).values():
+    for _, schema in schemas_of(root).values():
         options = schema.get("oneOf")
         if isinstance(options, list) and compare.all_of(options):
             del schema["oneOf"]

@@ -28,35 +28,12 @@ def is_lark(text: str) -> bool:
 
 
 @dataclass
-class _Text:
-    """A literal, a character set, or a token, in Lark's notation."""
-
-    written: str
-
-
-@dataclass
 class _Reference:
     name: str
 
 
-@dataclass
-class _All:
-    parts: list[_Node]
-
-
-@dataclass
-class _OneOf:
-    options: list[_Node]
-
-
-@dataclass
-class _Repeated:
-    part: _Node
-    least: int
-    most: int | None
-
-
-_Node = _Text | _Reference | _All | _OneOf | _Repeated
+#: An expression in Lark's notation: text and tokens (``<name>``), and references, whose names come last.
+_Parts = list[str | _Reference]
 
 
 def lark_of_gbnf(text: str) -> str:
@@ -78,50 +55,33 @@ def lark_of_gbnf(text: str) -> str:
     terminals = _terminals({name: rules[name] for name in used})
     names = {name: f"T{i}" if name in terminals else f"r{i}" for i, name in enumerate(used)}
     lines = ["start: " + names["root"]]
-    lines += [f"{names[name]}: {_lark(rules[name], names)}" for name in used]
+    for name in used:
+        written = (names[part.name] if isinstance(part, _Reference) else part for part in rules[name])
+        lines.append(f"{names[name]}: {''.join(written)}")
     return "\n".join(lines) + "\n"
 
 
-def _children(node: _Node) -> list[_Node]:
-    if isinstance(node, _Repeated):
-        return [node.part]
-    return node.parts if isinstance(node, _All) else node.options if isinstance(node, _OneOf) else []
+def _references(parts: _Parts) -> list[str]:
+    return [part.name for part in parts if isinstance(part, _Reference)]
 
 
-def _references(node: _Node) -> list[str]:
-    if isinstance(node, _Reference):
-        return [node.name]
-    return [name for part in _children(node) for name in _references(part)]
-
-
-def _terminals(rules: Mapping[str, _Node]) -> set[str]:
-    candidates = {name: {*_references(rule)} for name, rule in rules.items() if not _has_token(rule)}
+def _terminals(rules: Mapping[str, _Parts]) -> set[str]:
+    """The rules without tokens that refer to such rules only."""
+    candidates = {
+        name: {*_references(parts)}
+        for name, parts in rules.items()
+        if not any(isinstance(part, str) and part.startswith("<") for part in parts)
+    }
     terminals: set[str] = set()
     while more := {name for name, used in candidates.items() if used <= terminals} - terminals:
         terminals |= more
     return terminals
 
 
-def _has_token(node: _Node) -> bool:
-    return node.written.startswith("<") if isinstance(node, _Text) else any(map(_has_token, _children(node)))
-
-
-def _lark(node: _Node, names: Mapping[str, str]) -> str:
-    if isinstance(node, _Text):
-        return node.written
-    if isinstance(node, _Reference):
-        return names[node.name]
-    if isinstance(node, _All):
-        return " ".join(_lark(part, names) for part in node.parts) or '""'
-    if isinstance(node, _OneOf):
-        return "(" + " | ".join(_lark(option, names) for option in node.options) + ")"
-    return f"({_lark(node.part, names)}){quantifier(node.least, node.most)}"
-
-
 @dataclass
 class _GbnfReader(TextReader):
-    def read(self) -> dict[str, _Node]:
-        rules: dict[str, _Node] = {}
+    def read(self) -> dict[str, _Parts]:
+        rules: dict[str, _Parts] = {}
         self._space(lines=True)
         while self.at < len(self.text):
             name = self._name()
@@ -158,7 +118,7 @@ class _GbnfReader(TextReader):
         self.at = match.end()
         return match[0]
 
-    def _options(self, *, nested: bool) -> _Node:
+    def _options(self, *, nested: bool) -> _Parts:
         if self.depth > _DEEPEST:
             raise self._error("it is nested too deeply")
         self.depth += 1
@@ -166,7 +126,7 @@ class _GbnfReader(TextReader):
         while self._goes_on(nested=nested):
             options.append(self._sequence(nested=nested))
         self.depth -= 1
-        return options[0] if len(options) == 1 else _OneOf(options)
+        return options[0] if len(options) == 1 else ["(", *_joined(options, " | "), ")"]
 
     def _goes_on(self, *, nested: bool) -> bool:
         """Whether another alternative follows, perhaps on a line of its own; moves to it."""
@@ -179,14 +139,14 @@ class _GbnfReader(TextReader):
             self.at = at
         return False
 
-    def _sequence(self, *, nested: bool) -> _Node:
-        parts: list[_Node] = []
+    def _sequence(self, *, nested: bool) -> _Parts:
+        parts: list[_Parts] = []
         while (char := self._peek()) and char not in "|)" and (nested or char not in "\r\n"):
             parts.append(self._repeated(self._part()))
             self._space(lines=nested)
-        return parts[0] if len(parts) == 1 else _All(parts)
+        return _joined(parts, " ") or ['""']
 
-    def _part(self) -> _Node:
+    def _part(self) -> _Parts:
         char = self._peek()
         if char == '"':
             return self._literal()
@@ -200,22 +160,22 @@ class _GbnfReader(TextReader):
                 raise self._error("expected )")
             return inner
         if self._take("."):
-            return _Text(f"/{write_chars(ANY)}/")
+            return [f"/{write_chars(ANY)}/"]
         if char == "<" and (token := _TOKEN.match(self.text, self.at)) is not None:
             self.at = token.end()
-            return _Text(token[0])
+            return [token[0]]
         if char == "!" and self.text[self.at + 1 : self.at + 2] == "<":
             raise self._error("any token but one (!<...>) is not supported")
-        return _Reference(self._name())
+        return [_Reference(self._name())]
 
-    def _repeated(self, node: _Node) -> _Node:
+    def _repeated(self, parts: _Parts) -> _Parts:
         self._space()
         bounds: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
         if (char := self._peek()) in bounds:
             self.at += 1
-            return _Repeated(node, *bounds[char])
+            return ["(", *parts, ")", quantifier(*bounds[char])]
         if char != "{":
-            return node
+            return parts
         match = _REPETITIONS.match(self.text, self.at)
         if match is None:
             raise self._error("expected a number of repetitions, as {2}, {2,} or {2,4}")
@@ -224,17 +184,17 @@ class _GbnfReader(TextReader):
         if most is not None and most < least:
             raise self._error("invalid repetition count range")
         self.at = match.end()
-        return _Repeated(node, least, most)
+        return ["(", *parts, ")", quantifier(least, most)]
 
-    def _literal(self) -> _Text:
+    def _literal(self) -> _Parts:
         self.at += 1
         chars = []
         while self._peek() != '"':
             chars.append(self._char())
         self.at += 1
-        return _Text(lark_literal("".join(chars)))
+        return [lark_literal("".join(chars))]
 
-    def _class(self) -> _Text:
+    def _class(self) -> _Parts:
         self.at += 1
         negated = self._take("^")
         ranges = []
@@ -247,7 +207,7 @@ class _GbnfReader(TextReader):
                     raise self._error("a range of characters ends before it begins")
             ranges.append((low, high))
         self.at += 1
-        return _Text(f"/{write_chars(Chars(merge_ranges(ranges), negated=negated))}/")
+        return [f"/{write_chars(Chars(merge_ranges(ranges), negated=negated))}/"]
 
     def _char(self) -> str:
         if not (char := self._peek()):
@@ -267,6 +227,10 @@ class _GbnfReader(TextReader):
                 return chr(code)
         self.at -= 2
         raise self._error(f"unknown escape \\{kind}")
+
+
+def _joined(expressions: list[_Parts], between: str) -> _Parts:
+    return [part for expression in expressions for part in (between, *expression)][1:]
 
 
 def lark_literal(text: str) -> str:

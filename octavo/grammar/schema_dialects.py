@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from octavo.grammar.ecma_regex import RegexError, UnsupportedRegexError, parse
 from octavo.grammar.regex_automaton import search, single_search
@@ -109,7 +109,7 @@ class Dialect:
         """Bounds beyond 64 bits become tighter ones if possible, as outputs need not have every value."""
         for keyword, sign in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
             value = schema.get(keyword)
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not is_number(value):
                 continue
             largest = LARGEST if sign > 0 and schema.get("type") == "integer" else -LEAST
             if abs(value) <= largest:
@@ -123,11 +123,11 @@ class Dialect:
             elif abs(value) > LARGEST:  # only values beyond the limits are allowed
                 self._relax(path, schema, keyword)
         step = schema.get("multipleOf")
-        if isinstance(step, int | float) and not isinstance(step, bool) and step > LARGEST:
+        if is_number(step) and step > LARGEST:
             self._relax(path, schema, "multipleOf")
         for keyword in ("maxLength", "maxItems", "maxProperties"):
             value = schema.get(keyword)
-            if isinstance(value, int | float) and not isinstance(value, bool) and value > LARGEST:
+            if is_number(value) and value > LARGEST:
                 del schema[keyword]  # no value is that long
 
     def _format(self, path: str, schema: Schema) -> None:
@@ -306,6 +306,10 @@ def allows(schema: Schema, *kinds: str) -> bool:
     return any(kind in listed or (kind == "number" and "integer" in listed) for kind in kinds)
 
 
+def is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def has_large_number(value: Any) -> bool:
     """Whether a value has a number that llguidance cannot read exactly."""
     waiting = [value]
@@ -384,8 +388,9 @@ def _exclude_values(schema: Schema, values: list[Any]) -> bool:
         return True
     if schema.get("type") != "string":
         return False
-    texts = [value for value in values if isinstance(value, str)]
-    return not texts or _exclude_pattern(schema, f"^(?:{'|'.join(map(_as_pattern, texts))})$")
+    texts = (value for value in values if isinstance(value, str))
+    patterns = ["".join(c if c.isascii() and c.isalnum() else f"\\u{{{ord(c):x}}}" for c in text) for text in texts]
+    return not patterns or _exclude_pattern(schema, f"^(?:{'|'.join(patterns)})$")
 
 
 def _exclude_pattern(schema: Schema, pattern: Any) -> bool:
@@ -465,7 +470,3 @@ def canonical(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value)
-
-
-def _as_pattern(text: str) -> str:
-    return "".join(c if c.isascii() and c.isalnum() else f"\\u{{{ord(c):x}}}" for c in text)

@@ -17,8 +17,8 @@ from octavo.grammar.compiler import LONGEST_PATH, MAX_BYTES, MAX_RELAXED, CheckA
 from octavo.grammar.ecma_regex import RegexError
 from octavo.grammar.json_schema import (
     SchemaError,
-    closed,
     find_endless,
+    forbid_extra_properties,
     locate,
     one_of_to_any_of,
     prepare,
@@ -56,7 +56,7 @@ def check(content: bytes) -> bytes:
         answer = CheckAnswer(make_grammar(request.params, special, request.vocab_size, relaxed))
         answer.relaxed = [path[:LONGEST_PATH] for path in dict.fromkeys(relaxed)][:MAX_RELAXED]
     except InvalidRequestError as e:
-        answer = CheckAnswer(error=str(e))
+        answer = CheckAnswer(error=e.data)
     return msgspec.json.encode(answer)
 
 
@@ -87,9 +87,9 @@ def make_grammar(
         else:
             source = _grammar_source(params.grammar or "", place, relaxed)
         if error := _compile_error(source, byte_tokenizer(frozenset(special_tokens), vocab_size)):
-            raise InvalidRequestError(f"{place}: {_readable(error, with_place=source == params.grammar)}")
+            raise InvalidRequestError(_readable(error, with_place=source == params.grammar), path=place)
     if len(source.encode()) > MAX_BYTES:
-        raise InvalidRequestError(f"{place} becomes a grammar of more than {MAX_BYTES} bytes")
+        raise InvalidRequestError(f"becomes a grammar of more than {MAX_BYTES} bytes", path=place)
     return Grammar(key, source, params.begin_after)
 
 
@@ -102,10 +102,10 @@ def _read_schema(value: Any, params: StructuredOutputsParams, place: str, relaxe
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        raise InvalidRequestError(f"{place} must be a JSON schema, which is an object, not {schema!r:.100}")
+        raise InvalidRequestError("must be a JSON schema, which is an object", path=place, got=schema)
     prepare(schema, place, relaxed, strict=bool(params.strict))
     if params.disable_additional_properties is not False:
-        schema = closed(schema)
+        schema = forbid_extra_properties(schema)
     one_of_to_any_of(schema)
     return schema
 
@@ -149,7 +149,7 @@ def _with_rust_white_space(options: Mapping[str, Any], place: str) -> dict[str, 
     try:
         return {**options, "whitespace_pattern": single_whole_match(pattern)}
     except RegexError as e:
-        raise InvalidRequestError(f"{place}.whitespace_pattern: {e}") from None
+        raise InvalidRequestError(str(e), path=f"{place}.whitespace_pattern") from None
 
 
 # Choices, regexes, grammars.
@@ -158,8 +158,8 @@ def _with_rust_white_space(options: Mapping[str, Any], place: str) -> dict[str, 
 def _choice_source(texts: Sequence[str]) -> str:
     if len(texts) > MAX_CHOICES:
         raise InvalidRequestError(
-            f"structured_outputs.choice has {len(texts)} texts; at most {MAX_CHOICES} are compiled: use a regex or a "
-            "grammar"
+            f"has {len(texts)} texts; at most {MAX_CHOICES} are compiled: use a regex or a grammar",
+            path="structured_outputs.choice",
         )
     # One terminal: alternatives of a rule would be a terminal each, at 40 times the cost.
     return "start: CHOICE\nCHOICE: " + " | ".join(lark_literal(text) for text in dict.fromkeys(texts))
@@ -169,7 +169,7 @@ def _regex_source(regex: str, place: str) -> str:
     try:
         parts = whole_match(regex)
     except RegexError as e:
-        raise InvalidRequestError(f"{place}: {e}") from None
+        raise InvalidRequestError(str(e), path=place) from None
     if len(parts) == 1:
         return LLMatcher.grammar_from_regex(parts[0])
     return "start: MATCH\nMATCH: " + " & ".join(f"/{part}/" for part in parts if part)
@@ -199,8 +199,8 @@ def _grammar_source(text: str, place: str, relaxed: list[str]) -> str:
     except SchemaError:
         raise
     except InvalidRequestError as e:
-        raise InvalidRequestError(f"{place}: {e}") from None
-    raise InvalidRequestError(f"{place} is neither Lark (with a rule 'start:') nor GBNF (with 'root ::=')")
+        raise e.at(place) from None
+    raise InvalidRequestError("is neither Lark (with a rule 'start:') nor GBNF (with 'root ::=')", path=place)
 
 
 # Structural tags: free text in which a tag is followed by JSON of its schema.
@@ -236,24 +236,28 @@ def _read_tags(params: StructuredOutputsParams, relaxed: list[str]) -> list[_Tag
     place, value = "structured_outputs.structural_tag", params.structural_tag
     content = read_json(value, place) if isinstance(value, str) else value
     if not isinstance(content, dict):
-        raise InvalidRequestError(f"{place} must be an object with structures and triggers")
+        raise InvalidRequestError("must be an object with structures and triggers", path=place)
     if "format" in content:
-        raise InvalidRequestError(f"{place}.format is not supported; give structures and triggers")
+        raise InvalidRequestError("is not supported; give structures and triggers", path=f"{place}.format")
     structures: Any = content.get("structures")
     triggers: Any = content.get("triggers")
     if not _is_filled(triggers, str) or not all(triggers):
-        raise InvalidRequestError(f"{place}.triggers must be a list of texts that begin a tag, with at least one")
+        raise InvalidRequestError(
+            "must be a list of texts that begin a tag, with at least one", path=f"{place}.triggers"
+        )
     if not _is_filled(structures, dict):
-        raise InvalidRequestError(f"{place}.structures must be a list of objects with begin, schema and end")
+        raise InvalidRequestError("must be a list of objects with begin, schema and end", path=f"{place}.structures")
     tags = []
     for i, structure in enumerate(structures):
         where = f"{place}.structures[{i}]"
         begin, end = structure.get("begin"), structure.get("end", "")
         if not isinstance(begin, str) or not isinstance(end, str):
-            raise InvalidRequestError(f"{where} must have begin and end, which are texts")
+            raise InvalidRequestError("must have begin and end, which are texts", path=where)
         trigger = next((text for text in triggers if begin.startswith(text)), None)
         if trigger is None:
-            raise InvalidRequestError(f"{where}.begin is {begin!r:.100}, which begins with none of the triggers")
+            raise InvalidRequestError(
+                f"is {begin!r:.100}, which begins with none of the triggers", path=f"{where}.begin"
+            )
         paths: list[str] = []
         schema = _read_schema(structure.get("schema"), params, f"{where}.schema", paths)
         relaxed += [f"structures[{i}].schema {path}" for path in paths]

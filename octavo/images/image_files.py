@@ -117,21 +117,22 @@ def decode_image(content: bytes, limits: ImageLimits = DEFAULT_LIMITS, name: str
         raise
     except Exception as e:  # decoders raise anything
         if isinstance(e, image_module.DecompressionBombError):  # Pillow's own limit, far beyond ours
-            raise InvalidRequestError(f"{name} has too many pixels: {_reason(e)}") from None
+            raise InvalidRequestError(f"has too many pixels: {_reason(e)}", path=name) from None
         reason = "" if isinstance(e, image_module.UnidentifiedImageError) else f"{_reason(e)}; "
         raise InvalidRequestError(
-            f"{name} is no image that can be decoded ({reason}its {len(content)} bytes begin with {content[:8]!r}); "
-            f"{ACCEPTED}"
+            f"is no image that can be decoded ({reason}its {len(content)} bytes begin with {content[:8]!r}); "
+            f"{ACCEPTED}",
+            path=name,
         ) from None
     _check_pixels(image.size, limits, name)
     if image.format != "MPO" and getattr(image, "is_animated", False):  # MPO: photos with a preview or second view
-        raise InvalidRequestError(f"{name} is animated; send the frame that is meant, or several as several images")
+        raise InvalidRequestError("is animated; send the frame that is meant, or several as several images", path=name)
     try:
         image.load()
     except (MemoryError, RecursionError):
         raise
     except Exception as e:
-        raise InvalidRequestError(f"{name} is damaged or cut off: {_reason(e)}") from None
+        raise InvalidRequestError(f"is damaged or cut off: {_reason(e)}", path=name) from None
     _check_pixels(image.size, limits, name)
     return _rgb(_upright(image), name)
 
@@ -146,16 +147,17 @@ def image_array(image: Any, limits: ImageLimits = DEFAULT_LIMITS, name: str = "t
     if is_array:
         if image.dtype != np.uint8 or image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] not in (3, 4)):
             raise InvalidRequestError(
-                f"{name} must be an array uint8 [height, width], [height, width, 3] or [height, width, 4], not "
-                f"{image.dtype} {[*image.shape]}"
+                "must be an array uint8 [height, width], [height, width, 3] or [height, width, 4], not "
+                f"{image.dtype} {[*image.shape]}",
+                path=name,
             )
     elif not isinstance(image, pillow().Image):
         raise InvalidRequestError(
-            f"{name} must be a PIL image, a numpy array or the bytes of a file, not {type(image).__name__}"
+            f"must be a PIL image, a numpy array or the bytes of a file, not {type(image).__name__}", path=name
         )
     width, height = image.shape[1::-1] if is_array else image.size
     if not width * height:
-        raise InvalidRequestError(f"{name} has {width} x {height} pixels; it needs at least one")
+        raise InvalidRequestError(f"has {width} x {height} pixels; it needs at least one", path=name)
     _check_pixels((width, height), limits, name)
     if not is_array:
         return _rgb(_upright(image), name)
@@ -167,16 +169,16 @@ def image_array(image: Any, limits: ImageLimits = DEFAULT_LIMITS, name: str = "t
 def check_size(num_bytes: int, limits: ImageLimits, name: str) -> None:
     """Raises InvalidRequestError if a file is empty or beyond the limit."""
     if not num_bytes:
-        raise InvalidRequestError(f"{name} is empty: 0 bytes; {ACCEPTED}")
+        raise InvalidRequestError(f"is empty: 0 bytes; {ACCEPTED}", path=name)
     if num_bytes > limits.max_bytes:
-        raise InvalidRequestError(f"{name} has {num_bytes} bytes; at most {limits.max_bytes} are taken")
+        raise InvalidRequestError(f"has {num_bytes} bytes; at most {limits.max_bytes} are taken", path=name)
 
 
 def _check_pixels(size: tuple[int, int], limits: ImageLimits, name: str) -> None:
     width, height = size
     if width * height > limits.max_pixels:
         raise InvalidRequestError(
-            f"{name} has {width} x {height} pixels; at most {limits.max_pixels} in all are taken: send it smaller"
+            f"has {width} x {height} pixels; at most {limits.max_pixels} in all are taken: send it smaller", path=name
         )
 
 
@@ -193,7 +195,7 @@ def _upright(image: Any) -> Any:
 
 def _rgb(image: Any, name: str) -> Pixels:
     if image.mode not in _MODES | _DEEP:
-        raise InvalidRequestError(f"{name} has pixels of mode {image.mode!r}, which have no colours; make it RGB")
+        raise InvalidRequestError(f"has pixels of mode {image.mode!r}, which have no colours; make it RGB", path=name)
     width, height = image.size
     pixels = np.empty((height, width, 3), np.uint8)
     is_transparent, rows = image.has_transparency_data, max(1, _AT_ONCE // width)

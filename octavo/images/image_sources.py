@@ -86,11 +86,11 @@ async def public_addresses(host: str, port: int, exceptions: Sequence[Network], 
     try:
         entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError, ValueError):
-        raise InvalidRequestError(f"{name}: the host {host!r} is not found") from None
+        raise InvalidRequestError(f"the host {host!r} is not found", path=name) from None
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
     if not all(is_public(address, exceptions) for address in addresses):
         raise InvalidRequestError(
-            f"{name}: the host {host!r} has an address that is not public, from which this server fetches nothing"
+            f"the host {host!r} has an address that is not public, from which this server fetches nothing", path=name
         )
     return addresses
 
@@ -118,18 +118,18 @@ class UrlRules:
 def decode_base64(text: str, max_bytes: int = DEFAULT_LIMITS.max_bytes, name: str = "the image") -> bytes:
     """The bytes of a file in base64; raises InvalidRequestError if it is invalid or beyond the limit."""
     if len(text) * 3 // 4 > max_bytes + 2:
-        raise InvalidRequestError(f"{name} has about {len(text) * 3 // 4} bytes; at most {max_bytes} are taken")
+        raise InvalidRequestError(f"has about {len(text) * 3 // 4} bytes; at most {max_bytes} are taken", path=name)
     try:
         return binascii.a2b_base64(_SPACES.sub(b"", text.encode()), strict_mode=True)
     except ValueError as e:
-        raise InvalidRequestError(f"{name} is not valid base64: {e}") from None
+        raise InvalidRequestError(f"is not valid base64: {e}", path=name) from None
 
 
 def read_data_url(url: str, max_bytes: int = DEFAULT_LIMITS.max_bytes, name: str = "the image") -> bytes:
     """The bytes of a base64 data URL (RFC 2397) of any media type; raises InvalidRequestError."""
     head, comma, _ = url[:200].partition(",")
     if not comma or not head.lower().startswith("data:") or not head.lower().endswith(";base64"):
-        raise InvalidRequestError(f"{name} must begin as data:image/png;base64, does, not with {url[:40]!r}")
+        raise InvalidRequestError(f"must begin as data:image/png;base64, does, not with {url[:40]!r}", path=name)
     return decode_base64(url[len(head) + 1 :], max_bytes, name)
 
 
@@ -151,15 +151,16 @@ class ImageFetcher:
         rules = self._rules
         if not rules.is_allowed:
             raise InvalidRequestError(
-                f"{name} is a URL, from which this server does not fetch (allow_image_urls is off): send the file "
-                "itself, as data:image/png;base64,..."
+                "is a URL, from which this server does not fetch (allow_image_urls is off): send the file itself, "
+                "as data:image/png;base64,...",
+                path=name,
             )
         async with self._turns:
             try:
                 async with asyncio.timeout(rules.seconds):
                     return await self._follow(url, name)
             except TimeoutError:
-                raise InvalidRequestError(f"{name} was not sent within {rules.seconds:g} seconds") from None
+                raise InvalidRequestError(f"was not sent within {rules.seconds:g} seconds", path=name) from None
 
     async def _trusted(self) -> ssl.SSLContext:
         """The certificates; the first call reads them in a thread, which takes tenths of a second."""
@@ -183,7 +184,7 @@ class ImageFetcher:
                 if isinstance(answer, bytes):
                     return answer
                 url = answer
-        raise InvalidRequestError(f"{name} is redirected more than {self._rules.max_redirects} times")
+        raise InvalidRequestError(f"is redirected more than {self._rules.max_redirects} times", path=name)
 
     async def _get(self, client: httpx.AsyncClient, url: str, name: str) -> bytes | str:
         """The file at a URL, or the URL that it redirects to."""
@@ -202,8 +203,10 @@ class ImageFetcher:
             except (httpx.ConnectError, httpx.ConnectTimeout) as e:
                 error = e
             except httpx.HTTPError as e:
-                raise InvalidRequestError(f"{name} cannot be fetched from {host}: {e or type(e).__name__}") from None
-        raise InvalidRequestError(f"{name}: there is no connection to {host}: {error}")
+                raise InvalidRequestError(
+                    f"cannot be fetched from {host}: {e or type(e).__name__}", path=name
+                ) from None
+        raise InvalidRequestError(f"there is no connection to {host}: {error}", path=name)
 
     def _checked_url(self, url: str, name: str) -> httpx.URL:
         import httpx
@@ -211,19 +214,20 @@ class ImageFetcher:
         try:
             target = httpx.URL(url)
         except (httpx.InvalidURL, ValueError, TypeError) as e:
-            raise InvalidRequestError(f"{name} is not a valid URL: {e}") from None
+            raise InvalidRequestError(f"is not a valid URL: {e}", path=name) from None
         if (target.port or 0) > 65535:
-            raise InvalidRequestError(f"{name} is not a valid URL: there is no port {target.port}")
+            raise InvalidRequestError(f"is not a valid URL: there is no port {target.port}", path=name)
         if target.scheme not in ("http", "https") or not target.host:
             raise InvalidRequestError(
-                f"{name} must be a URL that begins with http://, https:// or data:, not {url[:40]!r}"
+                "must be a URL that begins with http://, https:// or data:", path=name, got=url[:40]
             )
         if target.userinfo:
-            raise InvalidRequestError(f"{name} is a URL with a user's name or password, which are not sent on")
+            raise InvalidRequestError("is a URL with a user's name or password, which are not sent on", path=name)
         if self._rules.domains and target.host not in self._rules.domains:
             domains = ", ".join(self._rules.domains[:5]) + (", ..." if len(self._rules.domains) > 5 else "")
             raise InvalidRequestError(
-                f"{name}: this server does not fetch from {target.host!r}, only from {domains} (allowed_media_domains)"
+                f"this server does not fetch from {target.host!r}, only from {domains} (allowed_media_domains)",
+                path=name,
             )
         return target
 
@@ -235,14 +239,14 @@ class ImageFetcher:
             if response.status_code in _REDIRECTS and "location" in response.headers:
                 return str(target.join(response.headers["location"]))
             if response.status_code != 200:
-                raise InvalidRequestError(f"{name}: {target.host} answers with status {response.status_code}")
+                raise InvalidRequestError(f"{target.host} answers with status {response.status_code}", path=name)
             if response.headers.get("content-encoding", "identity") != "identity":
-                raise InvalidRequestError(f"{name}: {target.host} sends it compressed, which was not asked for")
+                raise InvalidRequestError(f"{target.host} sends it compressed, which was not asked for", path=name)
             content = bytearray()
             async for piece in response.aiter_raw():
                 content += piece
                 if len(content) > self._max_bytes:
-                    raise InvalidRequestError(f"{name} has more than the {self._max_bytes} bytes that are taken")
+                    raise InvalidRequestError(f"has more than the {self._max_bytes} bytes that are taken", path=name)
             return bytes(content)
         finally:
             await response.aclose()

@@ -116,26 +116,10 @@ class ForwardBatch:
     has_spans: bool = False
 
     @classmethod
-    def of(
-        cls,
-        arrays: Sequence[Array],
-        *,
-        num_decodes: int,
-        max_seq_len: int,
-        all_sampled: bool,
-        has_adapters: bool = False,
-        has_spans: bool = False,
-    ) -> ForwardBatch:
-        """A batch from arrays in the order of ``ARRAYS``."""
-        named: dict[str, Any] = {array.name: value for array, value in zip(ARRAYS, arrays, strict=True)}
-        return cls(
-            **named,
-            num_decodes=num_decodes,
-            max_seq_len=max_seq_len,
-            all_sampled=all_sampled,
-            has_adapters=has_adapters,
-            has_spans=has_spans,
-        )
+    def of(cls, arrays: Sequence[Array], **facts: Any) -> ForwardBatch:
+        """A batch from arrays in the order of ``ARRAYS``, and its other fields by name."""
+        named = {array.name: value for array, value in zip(ARRAYS, arrays, strict=True)}
+        return cls(**named, **facts)
 
     def arrays(self) -> list[Array]:
         return [getattr(self, array.name) for array in ARRAYS]

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -575,11 +575,6 @@ class PackedWeight(ABC):
             [T, N]; [T, N / 2] of a gated weight.
         """
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of the weight and its bias, padding included."""
-
 
 class PackedHeads(ABC):
     """A matrix [N, K] for each of H heads, made by ``Kernels.pack_heads``."""
@@ -587,11 +582,6 @@ class PackedHeads(ABC):
     @abstractmethod
     def __call__(self, x: Array) -> Array:
         """Each head times its own matrix: x [T, H, K], tokens and heads strided, to [T, H, N] of the same type."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of the matrices, padding included."""
 
 
 # Mixtures of experts.
@@ -685,17 +675,15 @@ class LowRankPart(NamedTuple):
     up: np.ndarray
 
 
-class PackedAdapter(Protocol):
-    """An adapter's matrices for one layer in host memory, made by ``pack``."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrices."""
-        ...
+#: An adapter's matrices for one layer in host memory, made by ``pack``.
+PackedAdapter: TypeAlias = Any
 
 
 class Adapters(ABC):
     """Makes a backend's low-rank products, and holds the adapter slot of each row of the current step."""
+
+    low_rank: ClassVar[type[LowRank]]
+    low_rank_embedding: ClassVar[type[LowRankEmbedding]]
 
     def __init__(self) -> None:
         self._tokens: Array | None = None
@@ -726,23 +714,25 @@ class Adapters(ABC):
         """
         return self._sampled if sampled else self._tokens
 
-    @abstractmethod
     def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> LowRank:
         """Empty slots for the low-rank products of a linear layer.
 
         ``sampled``: whether the rows of x are the step's sampled rows, not its tokens.
         """
+        return self.low_rank(self, shape, sampled=sampled)
 
-    @abstractmethod
     def make_low_rank_embedding(self, shape: LowRankShape) -> LowRankEmbedding:
         """Empty slots for the low-rank products of a token embedding."""
+        return self.low_rank_embedding(self, shape)
 
 
 class LowRank(ABC):
     """The low-rank products of a linear layer, made by ``Adapters.make_low_rank``."""
 
-    def __init__(self, shape: LowRankShape) -> None:
+    def __init__(self, adapters: Any, shape: LowRankShape, *, sampled: bool = False) -> None:
+        """``adapters``: the backend's, which make it."""
         self.inputs, self.outputs, self.slots, self.max_rank, self.dtype = shape
+        self._adapters, self._sampled = adapters, sampled
 
     def check(self, parts: Sequence[LowRankPart | None]) -> None:
         """Raises AdapterError if the matrices do not fit the layer."""
@@ -790,8 +780,9 @@ class LowRank(ABC):
 class LowRankEmbedding(ABC):
     """The low-rank products of a token embedding, made by ``Adapters.make_low_rank_embedding``."""
 
-    def __init__(self, shape: LowRankShape) -> None:
+    def __init__(self, adapters: Any, shape: LowRankShape) -> None:
         self.rows, (self.outputs,), self.slots, self.max_rank, self.dtype = shape
+        self._adapters = adapters
 
     @abstractmethod
     def pack(self, part: LowRankPart) -> PackedAdapter:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -45,10 +46,6 @@ class ReferenceKernels(TorchKernels):
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
         self.adapters = TorchAdapters()
-
-    def set_threads(self, count: int | None, pin: bool = False) -> None:
-        if count is not None:
-            torch.set_num_threads(count)
 
     def make_sampling_backend(self, vocab_size: int) -> TorchLogits:
         return TorchLogits(vocab_size)
@@ -105,9 +102,6 @@ class ReferenceKernels(TorchKernels):
         floats = None if bias is None else bias.float()
         normed = F.layer_norm(x.float(), (x.shape[-1],), weight.float(), floats, eps)
         return normed.to(torch_dtype(out_dtype) if out_dtype else weight.dtype)
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return x.div_(cap).tanh_().mul_(cap)
 
     def rotary(
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, sections: Sequence[int] = ()
@@ -355,32 +349,16 @@ def _as_heads(x: Tensor) -> Tensor:
 # Low-rank products of adapters.
 
 
-class TorchAdapters(Adapters):
-    def _take(self, slots: Tensor, rows: Tensor) -> Tensor:
-        return slots.index_select(0, rows)
-
-    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> LowRank:
-        return PlainLowRank(self, shape, sampled=sampled)
-
-    def make_low_rank_embedding(self, shape: LowRankShape) -> LowRankEmbedding:
-        return PlainLowRankEmbedding(self, shape)
-
-
 @dataclass(frozen=True)
 class PlainAdapter:
     parts: tuple[LowRankPart | None, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.down.nbytes + part.up.nbytes for part in self.parts if part is not None)
 
 
 class PlainLowRank(LowRank):
     """Low-rank products by torch on any device; the rows of an adapter in one product."""
 
     def __init__(self, adapters: Adapters, shape: LowRankShape, *, sampled: bool = False) -> None:
-        super().__init__(shape)
-        self._adapters, self._sampled = adapters, sampled
+        super().__init__(adapters, shape, sampled=sampled)
         self._held: list[PlainAdapter | None] = [None] * shape.slots
 
     def pack(self, parts: Sequence[LowRankPart | None]) -> PlainAdapter:
@@ -408,8 +386,7 @@ class PlainLowRank(LowRank):
 
 class PlainLowRankEmbedding(LowRankEmbedding):
     def __init__(self, adapters: Adapters, shape: LowRankShape) -> None:
-        super().__init__(shape)
-        self._adapters = adapters
+        super().__init__(adapters, shape)
         self._held: list[PlainAdapter | None] = [None] * shape.slots
 
     def pack(self, part: LowRankPart) -> PlainAdapter:
@@ -430,6 +407,14 @@ class PlainLowRankEmbedding(LowRankEmbedding):
             assert part is not None
             add[chosen] += _expand(_floats(part.down, add).T[ids[chosen]], part.up)
         return add
+
+
+class TorchAdapters(Adapters):
+    low_rank: ClassVar[type[LowRank]] = PlainLowRank
+    low_rank_embedding: ClassVar[type[LowRankEmbedding]] = PlainLowRankEmbedding
+
+    def _take(self, slots: Tensor, rows: Tensor) -> Tensor:
+        return slots.index_select(0, rows)
 
 
 def _rows_by_adapter(slots: Tensor, held: Sequence[PlainAdapter | None]) -> list[tuple[Tensor, PlainAdapter]]:

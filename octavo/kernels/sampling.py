@@ -176,8 +176,6 @@ def as_position_logprobs(
 
 # Min-p, top-k and top-p keep prefixes of one ranking of a row's tokens.
 
-_BLOCK = 64
-
 
 def distances(
     logits: NDArray[np.float32], top: np.float32, out: NDArray[np.float32] | None = None
@@ -235,7 +233,7 @@ def best(distance: NDArray[np.float32], k: int) -> NDArray[np.int64]:
     """The k best token ids in order of rank (all of them if there are fewer)."""
     if k >= distance.size:
         return _ranked(distance, np.arange(distance.size))
-    return _ranked(distance, np.flatnonzero(distance <= _reach(distance, k)))[:k]
+    return _ranked(distance, np.flatnonzero(distance <= np.partition(distance, k - 1)[k - 1]))[:k]
 
 
 def _ranked(distance: NDArray[np.float32], ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -244,16 +242,6 @@ def _ranked(distance: NDArray[np.float32], ids: NDArray[np.int64]) -> NDArray[np
     order |= ids.astype(np.uint64)
     order.sort()
     return (order & np.uint64(0xFFFFFFFF)).astype(np.int64)
-
-
-def _reach(distance: NDArray[np.float32], k: int) -> np.float32:
-    """A distance within which there are at least k tokens, and not many more."""
-    columns = distance.size // _BLOCK
-    if 4 * k > columns:
-        return np.partition(distance, k - 1)[k - 1]
-    # The k columns with the smallest minima have a token each within the k-th smallest minimum.
-    minima = distance[: columns * _BLOCK].reshape(_BLOCK, columns).min(axis=0)
-    return np.partition(minima, k - 1)[k - 1]
 
 
 # Random numbers for sampling: a hash of (seed, position, token id), without generator state.

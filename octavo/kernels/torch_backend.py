@@ -61,6 +61,10 @@ class TorchKernels(Kernels):
     device: torch.device
     mode = torch.inference_mode
 
+    def set_threads(self, count: int | None, pin: bool = False) -> None:
+        if count is not None:
+            torch.set_num_threads(count)
+
     def array(self, values: np.ndarray, dtype: DType | None = None) -> Tensor:
         return to_torch(values).to(self.device, None if dtype is None else torch_dtype(dtype), copy=True).contiguous()
 
@@ -98,6 +102,9 @@ class TorchKernels(Kernels):
 
     def mean_sampled(self, hidden: Tensor, batch: ForwardBatch, rows: int) -> Tensor:
         return _sampled_runs(hidden, batch, rows).mean(1)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
 
     def host_call(self, function: Callable[[Any], None], x: Tensor) -> Tensor:
         function(x)
@@ -189,10 +196,6 @@ class TorchWeight(PackedWeight):
     gated: bool
     has_rows = True
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
 
 class PlainHeads(PackedHeads):
     """Matrices of heads as they are, multiplied by torch."""
@@ -202,10 +205,6 @@ class PlainHeads(PackedHeads):
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.einsum("thk,hnk->thn", x, self.weight).contiguous()
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
 
 
 class PlainExperts(PackedExperts):
@@ -303,12 +302,12 @@ def _warn(reason: str) -> None:
 
 # Sends the inputs of a step to a GPU as one copy from pinned memory.
 
-#: Arrays begin at multiples of this number of bytes in a packed copy; kernels are compiled for such pointers.
-_ALIGNMENT = 16
+#: Arrays begin at multiples of this number of 4-byte words in a packed copy; kernels are compiled for such pointers.
+_ALIGNMENT = 4
 
 
 class PinnedSend:
-    """Packs arrays into a pinned buffer and queues one copy on the current stream.
+    """Packs arrays of int32 and int64 into a pinned buffer and queues one copy on the current stream.
 
     Owns two buffers used in turn, so that one is filled while the other is read. Before a buffer is filled again, the
     thread waits for its last copy, which with at most two steps in flight has ended with its step.
@@ -318,67 +317,42 @@ class PinnedSend:
         self._device = device
         self._cuda = cuda
         self._pin = device.type == "cuda"
-        self._buffers = [_Buffer(1 << 13, self._pin) for _ in range(2)]
+        self._buffers = [_Buffer(1 << 14, self._pin) for _ in range(2)]
 
     def __call__(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """The arrays on the device, as views of one new tensor."""
-        longs = [array for array in arrays if array.itemsize == 8]
-        ints = [array for array in arrays if array.itemsize == 4]
-        long_sizes, end_of_longs = _layout(longs, _ALIGNMENT // 8)
-        int_sizes, end_of_ints = _layout(ints, _ALIGNMENT // 4)
-        size = end_of_longs + end_of_ints // 2
-        buffer = self._next(size)
-        _pack(longs, long_sizes, buffer.longs)
-        _pack(ints, int_sizes, buffer.longs[end_of_longs:].view(np.int32))
-        packed = buffer.memory[:size].to(self._device, non_blocking=True, copy=True)
+        counts = [array.nbytes // 4 for array in arrays]
+        # By turns an array and the gap after it.
+        sizes = [size for count in counts for size in (count, -count % _ALIGNMENT)]
+        starts = [0, *itertools.accumulate(sizes)]
+        buffer = self._next(starts[-1])
+        for array, start, count in zip(arrays, starts[::2], counts, strict=False):
+            buffer.words[start : start + count] = array.reshape(-1).view(np.int32)
+        packed = buffer.memory[: starts[-1]].to(self._device, non_blocking=True, copy=True)
         buffer.copied = self._cuda.Event()
         buffer.copied.record()
-        return _unpack(longs, long_sizes, packed[:end_of_longs]) + _unpack(
-            ints, int_sizes, packed[end_of_longs:].view(torch.int32)
-        )
+        parts = zip(packed.split(sizes)[::2], arrays, strict=True)
+        typed = ((part.view(torch.int64) if array.itemsize == 8 else part, array) for part, array in parts)
+        return [part if array.ndim == 1 else part.view(array.shape) for part, array in typed]
 
     def _next(self, size: int) -> _Buffer:
-        """The buffer whose turn it is, of at least ``size`` numbers and free to be written."""
+        """The buffer whose turn it is, of at least ``size`` words and free to be written."""
         buffer = self._buffers.pop(0)
         if buffer.copied is not None:
             buffer.copied.synchronize()
-        if len(buffer.longs) < size:
+        if len(buffer.words) < size:
             buffer = _Buffer(2 * size, self._pin)
         self._buffers.append(buffer)
         return buffer
 
 
 class _Buffer:
-    """Host memory for ``size`` int64, also as an array, and the event after the last copy from it."""
+    """Host memory for ``size`` int32, also as an array, and the event after the last copy from it."""
 
     def __init__(self, size: int, pin: bool) -> None:
-        self.memory = host_empty(size, torch.int64) if pin else torch.empty(size, dtype=torch.int64)
-        self.longs: NDArray[np.int64] = self.memory.numpy()
+        self.memory = host_empty(size, torch.int32) if pin else torch.empty(size, dtype=torch.int32)
+        self.words: NDArray[np.int32] = self.memory.numpy()
         self.copied: Any = None
-
-
-def _layout(arrays: Sequence[NDArray[Any]], multiple: int) -> tuple[list[int], int]:
-    """(sizes of each array and of the gap after it, by turns; total size)."""
-    sizes: list[int] = []
-    end = 0
-    for array in arrays:
-        gap = -array.size % multiple
-        sizes += (array.size, gap)
-        end += array.size + gap
-    return sizes, end
-
-
-def _pack(arrays: Sequence[NDArray[Any]], sizes: list[int], target: NDArray[Any]) -> None:
-    start = 0
-    for i, array in enumerate(arrays):
-        size = sizes[2 * i]
-        target[start : start + size] = array.reshape(-1)
-        start += size + sizes[2 * i + 1]
-
-
-def _unpack(arrays: Sequence[NDArray[Any]], sizes: list[int], packed: Tensor) -> list[Tensor]:
-    parts = packed.split(sizes)[::2]  # every second one is a gap
-    return [p if a.ndim == 1 else p.view(a.shape) for p, a in zip(parts, arrays, strict=True)]
 
 
 # Copies of logits and tokens to the host.
@@ -531,7 +505,9 @@ def measure_device(device: torch.device | str, copied_bytes: int = 4 << 30, size
     if device.type == "cuda":
         copied_bytes = min(copied_bytes, torch.cuda.mem_get_info(device)[0] // 4)
     elements = copied_bytes // 4
-    copy, read = _copy_and_read_seconds(torch.randn(elements, device=device))
+    source = torch.randn(elements, device=device)
+    target = torch.empty_like(source)
+    copy, read = seconds_per_call(lambda: target.copy_(source), device), seconds_per_call(source.sum, device)
     # Random numbers, as on zeros a GPU draws less power and runs faster.
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
@@ -547,12 +523,6 @@ def measure_device(device: torch.device | str, copied_bytes: int = 4 << 30, size
     )
 
 
-def _copy_and_read_seconds(source: Tensor) -> tuple[float, float]:
-    target = torch.empty_like(source)
-    copy = seconds_per_call(lambda: target.copy_(source), source.device)
-    return copy, seconds_per_call(source.sum, source.device)
-
-
 def seconds_per_call(work: Work, device: torch.device | str, budget: float = 0.3) -> float:
     """Median seconds of the calls that fit in ``budget`` seconds (3 to 1000), after three warm-up calls.
 
@@ -563,7 +533,13 @@ def seconds_per_call(work: Work, device: torch.device | str, budget: float = 0.3
     once = _clocked(work, device)
     count = max(3, min(1000, int(budget / max(once, 1e-6))))
     if torch.device(device).type == "cuda":
-        return statistics.median(_event_times(work, count))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            work()
+            event.record()
+        torch.cuda.synchronize()
+        return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
     return statistics.median(_clocked(work, device) for _ in range(count))
 
 
@@ -592,16 +568,6 @@ def _clocked(work: Work, device: torch.device | str) -> float:
     if gpu:
         torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def _event_times(work: Work, count: int) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        work()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
 
 
 # GPUs that torch sees.

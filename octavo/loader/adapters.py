@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
 import math
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from octavo.config.options import AdapterOptions
 from octavo.core.dtypes import DTYPES, Stored
 from octavo.core.errors import AdapterError, OctavoError, WeightError
-from octavo.core.files import read_bounded
+from octavo.core.files import read_bounded, read_object
 from octavo.core.model_config import ModelConfig
 from octavo.core.request import AdapterRef
 from octavo.kernels.weight_rows import dequantize
 from octavo.loader.gguf_config import ARCHITECTURES
 from octavo.loader.gguf_file import GGUFFile, layouts, tensors_by_source
+from octavo.loader.quantized import FLOATS
+from octavo.loader.weights import read_header
 from octavo.models.checkpoint import CheckpointEntry, Pairs, Permute, is_transposed
 from octavo.models.network import build_without_weights
 
@@ -32,29 +35,19 @@ from octavo.models.network import build_without_weights
 def check_adapter(path: str | Path, name: str, targets: AdapterTargets, max_rank: int) -> AdapterRef:
     """Checks a LoRA adapter, all but the values of its matrices, and computes the digest of its files.
 
-    The files are read once, in small pieces, so that a thread may do this beside an event loop. ``path`` is a folder of
-    PEFT or a GGUF file.
+    The files are read in small pieces, so that a thread may do this beside an event loop. ``path`` is a folder of PEFT
+    or a GGUF file.
 
     Raises:
         AdapterError: it is missing, damaged, not supported, or does not fit; the message names file and tensor.
     """
-    path = Path(os.path.expanduser(path))
-    if path.is_file():
-        _refuse_other_files(path)
-        file, pairs = path, read_gguf_pairs(open_adapter(path), targets)
-    else:
-        raw = read_config(path)[1]
-        file, pairs = weights_file(path), read_peft_pairs(path, raw, targets)
-    rank = check_pairs(pairs, targets, max_rank, str(file))
-    return AdapterRef(_key(path), name, str(path.absolute()), rank)
+    files = _open_adapter(path)
+    rank = check_pairs(files.pairs(targets), targets, max_rank, str(files.file))
+    return AdapterRef(files.digest(), name, str(files.path.absolute()), rank)
 
 
 def check_adapter_path(path: str | Path) -> None:
-    path = Path(os.path.expanduser(path))
-    if path.is_file():
-        _refuse_other_files(path)
-    else:
-        read_config(path)
+    _open_adapter(path)
 
 
 def read_adapter(ref: AdapterRef, targets: AdapterTargets, max_rank: int) -> LoraWeights:
@@ -63,65 +56,11 @@ def read_adapter(ref: AdapterRef, targets: AdapterTargets, max_rank: int) -> Lor
     Raises:
         AdapterError: its files have changed or cannot be read, or a value is infinite or not a number.
     """
-    try:
-        key, weights = _read(Path(ref.path), targets, max_rank)
-    except AdapterError:
-        key = ""
-        with suppress(AdapterError):
-            key = _key(Path(ref.path))
-        if key == ref.key:
-            raise
-    if key != ref.key:
-        raise AdapterError(
-            f"the files of adapter {ref.name!r} changed on disk after it was loaded; load it again: {ref.path}"
-        )
-    return weights
-
-
-def _read(path: Path, targets: AdapterTargets, max_rank: int) -> tuple[str, LoraWeights]:
-    if path.is_file():
-        before = _version(path)
-        opened = open_adapter(path)
-        pairs, tensors = read_gguf_pairs(opened, targets), read_values(opened)
-        file, digest = path, new_digest()
-        digest_file(path, digest)
-        if _version(path) != before:
-            raise AdapterError(f"{path} changed while it was read")
-    else:
-        text, raw = read_config(path)
-        pairs = read_peft_pairs(path, raw, targets)
-        file, digest = weights_file(path), new_digest(text)
-        tensors = read_tensors(file, {name for pair in pairs for name in (pair.down, pair.up)}, digest)
-    check_pairs(pairs, targets, max_rank, str(file))
-    return digest.hexdigest(), assemble(pairs, tensors, targets, str(file))
-
-
-def _key(path: Path) -> str:
-    if path.is_file():
-        file, digest = path, new_digest()
-    else:
-        file, digest = weights_file(path), new_digest(read_config(path)[0])
-    digest_file(file, digest)
-    return digest.hexdigest()
-
-
-def _version(path: Path) -> tuple[int, int, int]:
-    """Changes when a file is replaced or written."""
-    try:
-        stat = path.stat()
-    except OSError as e:
-        raise unreadable(path, e) from None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _refuse_other_files(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as e:
-        raise unreadable(path, e) from None
-    if magic != b"GGUF":
-        raise AdapterError(f"{path} is no adapter: expected a folder with {CONFIG_FILE}, or a GGUF file")
+    with _unchanged(ref) as files:
+        pairs, where = files.pairs(targets), str(files.file)
+        check_pairs(pairs, targets, max_rank, where)
+        tensors = files.values({name for pair in pairs for name in (pair.down, pair.up)})
+    return assemble(pairs, tensors, targets, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,105 +211,77 @@ def assemble(
     return weights
 
 
-# The safetensors file of an adapter, read once for its tensors and the digest of its bytes
+# The files of an adapter
 
-_MAX_HEADER_BYTES = 16 << 20
-#: Bytes that are read and hashed at once; other threads run in between.
-_PIECE = 1 << 20
 _DIGEST_BYTES = 16
 
 
-def new_digest(*texts: bytes) -> hashlib.blake2b:
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for text in texts:
-        digest.update(len(text).to_bytes(8, "little"))
-        digest.update(text)
-    return digest
+class AdapterFiles(ABC):
+    """An adapter on disk: a folder of PEFT, or a GGUF file of LoRA. Opening it reads its settings only."""
+
+    #: The folder or file that users name, and the file with the tensors.
+    path: Path
+    file: Path
+    #: Files that count beside it.
+    settings: tuple[Path, ...] = ()
+
+    @abstractmethod
+    def pairs(self, targets: AdapterTargets) -> list[LoraPair]:
+        """The pairs of matrices by settings and headers."""
+
+    @abstractmethod
+    def values(self, names: Container[str]) -> dict[str, np.ndarray]:
+        """The tensors ``names`` as float32."""
+
+    def digest(self) -> str:
+        """A digest of the contents of all files."""
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for path in self.settings:
+            text = read_bounded(path, _MAX_CONFIG_BYTES, AdapterError)
+            digest.update(len(text).to_bytes(8, "little") + text)
+        with _errors_of(self.file), self.file.open("rb") as file:
+            return hashlib.file_digest(file, lambda: digest).hexdigest()
+
+    def version(self) -> list[tuple[int, int, int]]:
+        """Changes when a file is replaced or written."""
+        with _errors_of(self.file):
+            stats = [path.stat() for path in (self.file, *self.settings)]
+        return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
-def read_entries(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file in the order of their data; all must be floating point."""
+def _open_adapter(path: str | Path) -> AdapterFiles:
+    path = Path(os.path.expanduser(path))
+    return GGUFAdapter(path) if path.is_file() else PeftFolder(path)
+
+
+@contextmanager
+def _unchanged(ref: AdapterRef) -> Iterator[AdapterFiles]:
+    """The files of a checked adapter; AdapterError unless they have the checked contents before and after the block."""
+    changed = AdapterError(
+        f"the files of adapter {ref.name!r} changed on disk after it was loaded; load it again: {ref.path}"
+    )
     try:
-        with path.open("rb") as file:
-            return _header(file, path)[1]
-    except OSError as e:
-        raise unreadable(path, e) from None
-
-
-def digest_file(path: Path, digest: hashlib.blake2b) -> None:
-    try:
-        with path.open("rb") as file:
-            _digest_rest(file, digest)
-    except OSError as e:
-        raise unreadable(path, e) from None
-
-
-def read_tensors(path: Path, names: Container[str], digest: hashlib.blake2b) -> dict[str, np.ndarray]:
-    """The tensors ``names`` as float32; all bytes of the file are added to ``digest``."""
-    tensors: dict[str, np.ndarray] = {}
-    try:
-        with path.open("rb") as file:
-            head, entries = _header(file, path)
-            digest.update(head)
-            for name, stored in entries.items():
-                data = np.empty(stored.nbytes, np.uint8)
-                for start in range(0, data.size, _PIECE):
-                    piece = data.data[start : start + _PIECE]
-                    if file.readinto(piece) < len(piece):
-                        raise AdapterError(f"{path} is truncated or no safetensors file")
-                    digest.update(piece)
-                if name in names:
-                    values = data.view(DTYPES[stored.dtype]).reshape(stored.shape)
-                    tensors[name] = values.astype(np.float32, copy=False)
-            _digest_rest(file, digest)
-    except OSError as e:
-        raise unreadable(path, e) from None
-    return tensors
-
-
-def unreadable(path: Path, error: OSError) -> AdapterError:
-    return AdapterError(f"{path} cannot be read: {error.strerror or error}")
-
-
-def _header(file: BufferedReader, path: Path) -> tuple[bytes, dict[str, Stored]]:
-    """The bytes before the data, and the tensors, whose offsets are within the data."""
-    head = file.read(8)
-    length = int.from_bytes(head, "little") if len(head) == 8 else 0
-    if length > _MAX_HEADER_BYTES:
-        raise AdapterError(f"{path} is no safetensors file: it claims a header of {length} bytes")
-    text = file.read(length)
-    if len(head) < 8 or len(text) < length:
-        raise AdapterError(f"{path} is truncated or no safetensors file")
-    entries: dict[str, Stored] = {}
-    stop = 0
-    try:
-        raw = json.loads(text)
-        raw.pop("__metadata__", None)
-        for name, value in sorted(raw.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-            shape, (start, end) = tuple(int(size) for size in value["shape"]), value["data_offsets"]
-            if value["dtype"] not in ("F32", "F16", "BF16"):
-                raise AdapterError(
-                    f"{path}: tensor {name!r} is of type {value['dtype']}; expected float32, bfloat16 or float16"
-                )
-            if not isinstance(start, int) or not isinstance(end, int) or min(start, end, *shape, 0) < 0:
-                raise ValueError(name)
-            entries[name] = Stored(value["dtype"], shape, start)
-            if start != stop or end - start != entries[name].nbytes:
-                raise AdapterError(f"{path} is damaged: the place of tensor {name!r} does not fit its shape")
-            stop = end
+        files = _open_adapter(ref.path)
+        version, key = files.version(), files.digest()
     except AdapterError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise AdapterError(f"{path} is no safetensors file: its header is not the expected JSON object") from None
-    size = path.stat().st_size
-    if size != 8 + length + stop:
-        raise AdapterError(f"{path} is truncated or damaged: it has {size} bytes, expected {8 + length + stop}")
-    return head + text, entries
+        raise changed from None
+    if key != ref.key:
+        raise changed
+    yield files
+    if files.version() != version:
+        raise changed
 
 
-def _digest_rest(file: BufferedReader, digest: hashlib.blake2b) -> None:
-    while piece := file.read(_PIECE):
-        digest.update(piece)
+@contextmanager
+def _errors_of(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as e:
+        raise AdapterError(f"{file} is damaged or no safetensors file: {e}") from None
+    except OSError as e:
+        raise AdapterError(f"{file} cannot be read: {e.strerror or e}") from None
+    except OctavoError as e:
+        raise AdapterError(str(e)) from None
 
 
 # Folders of PEFT: adapter_config.json and adapter_model.safetensors
@@ -408,66 +319,79 @@ _KNOWN_INITS = (True, False, "gaussian", "eva", "orthogonal")
 _MAX_PATTERNS, _MAX_PATTERN_CHARS, _MAX_REPEATS = 65536, 512, 4
 
 
-def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
-    """The adapter_config.json of a folder, as bytes and as an object."""
-    file = folder / CONFIG_FILE
-    if not folder.exists():
-        raise AdapterError(f"there is no adapter at {folder}: expected a folder with {CONFIG_FILE}, or a GGUF file")
-    if not file.is_file():
-        hint = "; it holds a whole model, which is no adapter" if (folder / "config.json").is_file() else ""
-        raise AdapterError(f"{folder} has no {CONFIG_FILE}{hint}")
-    text = read_bounded(file, _MAX_CONFIG_BYTES, AdapterError)
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError):
-        raise AdapterError(f"{file} is no JSON") from None
-    if not isinstance(raw, dict):
-        raise AdapterError(f"{file} is no JSON object")
-    return text, raw
+class PeftFolder(AdapterFiles):
+    """A folder with ``CONFIG_FILE`` and ``WEIGHTS_FILE``."""
 
+    def __init__(self, folder: Path) -> None:
+        self.path, self.config_file, self.file = folder, folder / CONFIG_FILE, folder / WEIGHTS_FILE
+        if not folder.exists():
+            raise AdapterError(f"there is no adapter at {folder}: expected a folder with {CONFIG_FILE}, or a GGUF file")
+        if not self.config_file.is_file():
+            hint = "; it holds a whole model, which is no adapter" if (folder / "config.json").is_file() else ""
+            raise AdapterError(f"{folder} has no {CONFIG_FILE}{hint}")
+        self.settings = (self.config_file,)
+        self.config = read_object(self.config_file, AdapterError, _MAX_CONFIG_BYTES)
 
-def weights_file(folder: Path) -> Path:
-    """The safetensors file of an adapter's folder."""
-    file = folder / WEIGHTS_FILE
-    if file.is_file():
-        return file
-    if (folder / "adapter_model.bin").exists():
-        raise AdapterError(
-            f"{folder} holds adapter_model.bin but no {WEIGHTS_FILE}: such files are pickles, which can run code and "
-            "are never loaded; save the adapter with save_pretrained(FOLDER, safe_serialization=True)"
-        )
-    raise AdapterError(f"{folder} has no {WEIGHTS_FILE}")
-
-
-def read_peft_pairs(folder: Path, raw: Mapping[str, Any], targets: AdapterTargets) -> list[LoraPair]:
-    """The pairs of a folder, by its configuration and the header of its tensors."""
-    config, file = _Config(folder / CONFIG_FILE, raw), weights_file(folder)
-    entries = read_entries(file)
-    downs: dict[str, str] = {}
-    ups: dict[str, str] = {}
-    for name, stored in entries.items():
-        module, kind = _split_name(name)
-        if kind in _DOWN:
-            downs[module] = name
-        elif kind in _UP:
-            ups[module] = name
-        elif kind == _BASE:
-            _check_copy(module, name, stored.shape, targets, file)
-        else:
+    @functools.cached_property
+    def stored(self) -> dict[str, Stored]:
+        """The tensors in the order of their data; all are floating point."""
+        if not self.file.is_file() and (self.path / "adapter_model.bin").exists():
             raise AdapterError(
-                f"{file}: tensor {name!r} is no low-rank matrix, such as "
-                f"{_PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight, but an unsupported tensor, bias or DoRA"
+                f"{self.path} holds adapter_model.bin but no {WEIGHTS_FILE}: such files are pickles, which can run "
+                "code and are never loaded; save the adapter with save_pretrained(FOLDER, safe_serialization=True)"
             )
-    for module, name in sorted((downs | ups).items()):
-        if module not in downs or module not in ups:
-            raise AdapterError(f"{file}: tensor {name!r} has no partner: both matrices of {module!r} are needed")
-    pairs = []
-    for module, down in downs.items():
-        up, rank, shape = ups[module], config.rank(module), entries[down].shape
-        if shape[:1] != (rank,):
-            raise AdapterError(f"{file}: tensor {down!r} has shape {list(shape)}, but {CONFIG_FILE} has rank {rank}")
-        pairs.append(LoraPair(module, down, up, shape, entries[up].shape, config.scale(module)))
-    return pairs
+        if not self.file.is_file():
+            raise AdapterError(f"{self.path} has no {WEIGHTS_FILE}")
+        with _errors_of(self.file):
+            stored = read_header(self.file)
+        for name, tensor in stored.items():
+            if tensor.dtype not in FLOATS:
+                raise AdapterError(
+                    f"{self.file}: tensor {name!r} is of type {tensor.dtype}; expected float32, bfloat16 or float16"
+                )
+        return stored
+
+    def pairs(self, targets: AdapterTargets) -> list[LoraPair]:
+        config, file, stored = _Config(self.config_file, self.config), self.file, self.stored
+        downs: dict[str, str] = {}
+        ups: dict[str, str] = {}
+        for name, tensor in stored.items():
+            module, kind = _split_name(name)
+            if kind in _DOWN:
+                downs[module] = name
+            elif kind in _UP:
+                ups[module] = name
+            elif kind == _BASE:
+                _check_copy(module, name, tensor.shape, targets, file)
+            else:
+                raise AdapterError(
+                    f"{file}: tensor {name!r} is no low-rank matrix, such as "
+                    f"{_PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight, but an unsupported tensor, bias or DoRA"
+                )
+        for module, name in sorted((downs | ups).items()):
+            if module not in downs or module not in ups:
+                raise AdapterError(f"{file}: tensor {name!r} has no partner: both matrices of {module!r} are needed")
+        pairs = []
+        for module, down in downs.items():
+            up, rank, shape = ups[module], config.rank(module), stored[down].shape
+            if shape[:1] != (rank,):
+                raise AdapterError(
+                    f"{file}: tensor {down!r} has shape {list(shape)}, but {CONFIG_FILE} has rank {rank}"
+                )
+            pairs.append(LoraPair(module, down, up, shape, stored[up].shape, config.scale(module)))
+        return pairs
+
+    def values(self, names: Container[str]) -> dict[str, np.ndarray]:
+        tensors = {}
+        for name, stored in self.stored.items():
+            if name in names:
+                with _errors_of(self.file):
+                    data = np.fromfile(self.file, np.uint8, stored.nbytes, offset=stored.offset)
+                if data.size < stored.nbytes:
+                    raise AdapterError(f"{self.file} became shorter while tensor {name!r} was read")
+                values = data.view(DTYPES[stored.dtype]).reshape(stored.shape)
+                tensors[name] = values.astype(np.float32, copy=False)
+        return tensors
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -575,60 +499,67 @@ _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 _LAYER = re.compile(r"\.layers\.\d+\.")
 
 
-def open_adapter(path: Path) -> GGUFFile:
-    try:
-        file = GGUFFile(path)
-    except OctavoError as e:
-        raise AdapterError(str(e)) from None
-    facts = file.metadata
-    kind, method = facts.get("general.type"), facts.get("adapter.type")
-    if kind != "adapter":
-        raise AdapterError(f"{path}: general.type is {kind!r}, expected 'adapter': it holds no adapter")
-    if method != "lora":
-        raise AdapterError(f"{path}: adapter.type={method!r} is not supported; supported: 'lora'")
-    if other := sorted(key for key in facts if key.startswith("adapter.alora.")):
-        raise AdapterError(f"{path}: {other[0]} is not supported: activated LoRA is not supported")
-    return file
+class GGUFAdapter(AdapterFiles):
+    def __init__(self, path: Path) -> None:
+        self.path = self.file = path
+        with _errors_of(path), path.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise AdapterError(f"{path} is no adapter: expected a folder with {CONFIG_FILE}, or a GGUF file")
 
+    @functools.cached_property
+    def opened(self) -> GGUFFile:
+        with _errors_of(self.path):
+            file = GGUFFile(self.path)
+        facts = file.metadata
+        kind, method = facts.get("general.type"), facts.get("adapter.type")
+        if kind != "adapter":
+            raise AdapterError(f"{self.path}: general.type is {kind!r}, expected 'adapter': it holds no adapter")
+        if method != "lora":
+            raise AdapterError(f"{self.path}: adapter.type={method!r} is not supported; supported: 'lora'")
+        if other := sorted(key for key in facts if key.startswith("adapter.alora.")):
+            raise AdapterError(f"{self.path}: {other[0]} is not supported: activated LoRA is not supported")
+        return file
 
-def read_gguf_pairs(file: GGUFFile, targets: AdapterTargets) -> list[LoraPair]:
-    """The pairs of a GGUF file; refuses adapters for another architecture."""
-    arch, architecture = file.metadata.get("general.architecture"), targets.config.architecture
-    kinds = {kind.split()[0] for kind, (name, _) in ARCHITECTURES.items() if name == architecture}
-    if arch not in kinds:
-        expected = " or ".join(map(repr, kinds)) or "none: the model's architecture has no GGUF files here"
-        raise AdapterError(
-            f"{file.path} is an adapter for the architecture {arch!r}; the model ({architecture}) takes {expected}"
-        )
-    alpha = _number(file.path, "adapter.lora.alpha", file.metadata.get("adapter.lora.alpha"))
-    for tensor in file.tensors:
-        if not tensor.endswith((_GGUF_DOWN, _GGUF_UP)):
-            raise AdapterError(f"{file.path}: tensor {tensor!r} is no low-rank matrix, such as attn_q.weight.lora_a")
-    sources = dict.fromkeys(tensor.removesuffix(_GGUF_DOWN).removesuffix(_GGUF_UP) for tensor in file.tensors)
-    # For any layer, so that the error for a layer too many names it.
-    by_source = {
-        _BLOCK.sub("blk.{}.", source): [_LAYER.sub(".layers.{}.", name) for name in names]
-        for source, names in tensors_by_source(arch, [*targets.shapes], sources).items()
-    }
-    pairs: list[LoraPair] = []
-    for source in sources:
-        names = by_source.get(_BLOCK.sub("blk.{}.", source))
-        if names is None or "_exps." in source:
-            raise AdapterError(f"{file.path}: there are no adapters of the tensor {source!r} for this model")
-        block = _BLOCK.match(source)
-        modules = [name.format(block and block[1]) for name in dict.fromkeys(names)]
-        pairs += _pairs(file, source, modules, alpha, targets)
-    return pairs
-
-
-def read_values(file: GGUFFile) -> dict[str, np.ndarray]:
-    try:
-        return {
-            name: dequantize(tensor.type.name, file.read_rows(tensor)).reshape(tensor.shape)
-            for name, tensor in file.tensors.items()
+    def pairs(self, targets: AdapterTargets) -> list[LoraPair]:
+        """Refuses adapters for another architecture, too."""
+        file = self.opened
+        arch, architecture = file.metadata.get("general.architecture"), targets.config.architecture
+        kinds = {kind.split()[0] for kind, (name, _) in ARCHITECTURES.items() if name == architecture}
+        if arch not in kinds:
+            expected = " or ".join(map(repr, kinds)) or "none: the model's architecture has no GGUF files here"
+            raise AdapterError(
+                f"{file.path} is an adapter for the architecture {arch!r}; the model ({architecture}) takes {expected}"
+            )
+        alpha = _number(file.path, "adapter.lora.alpha", file.metadata.get("adapter.lora.alpha"))
+        for tensor in file.tensors:
+            if not tensor.endswith((_GGUF_DOWN, _GGUF_UP)):
+                raise AdapterError(
+                    f"{file.path}: tensor {tensor!r} is no low-rank matrix, such as attn_q.weight.lora_a"
+                )
+        sources = dict.fromkeys(tensor.removesuffix(_GGUF_DOWN).removesuffix(_GGUF_UP) for tensor in file.tensors)
+        # For any layer, so that the error for a layer too many names it.
+        by_source = {
+            _BLOCK.sub("blk.{}.", source): [_LAYER.sub(".layers.{}.", name) for name in names]
+            for source, names in tensors_by_source(arch, [*targets.shapes], sources).items()
         }
-    except (OctavoError, OSError) as e:
-        raise AdapterError(str(e)) from None
+        pairs: list[LoraPair] = []
+        for source in sources:
+            names = by_source.get(_BLOCK.sub("blk.{}.", source))
+            if names is None or "_exps." in source:
+                raise AdapterError(f"{file.path}: there are no adapters of the tensor {source!r} for this model")
+            block = _BLOCK.match(source)
+            modules = [name.format(block and block[1]) for name in dict.fromkeys(names)]
+            pairs += _pairs(file, source, modules, alpha, targets)
+        return pairs
+
+    def values(self, names: Container[str]) -> dict[str, np.ndarray]:
+        with _errors_of(self.path):
+            return {
+                name: dequantize(tensor.type.name, self.opened.read_rows(tensor)).reshape(tensor.shape)
+                for name, tensor in self.opened.tensors.items()
+                if name in names
+            }
 
 
 def _pairs(
@@ -705,7 +636,7 @@ class VirtualTokens:
 def is_prompt_adapter(path: str | Path) -> bool:
     """Whether a folder's adapter_config.json describes an adapter with virtual tokens, supported or not."""
     try:
-        return read_config(Path(os.path.expanduser(path)))[1].get("peft_type") in (*_KINDS, *_OTHERS)
+        return PeftFolder(Path(os.path.expanduser(path))).config.get("peft_type") in (*_KINDS, *_OTHERS)
     except AdapterError:
         return False
 
@@ -716,19 +647,18 @@ def check_prompt_adapter(path: str | Path, name: str, sizes: VirtualTokenSizes, 
     Raises:
         AdapterError: it cannot be used with this model and these options.
     """
-    folder = Path(os.path.expanduser(path))
-    text, config = read_config(folder)
+    files = PeftFolder(Path(os.path.expanduser(path)))
     if not options.enable_prompt_adapter:
-        raise AdapterError(f"{folder} holds a prompt adapter, which needs an engine with enable_prompt_adapter=True")
-    count, file = _check(folder, config, sizes), weights_file(folder)
+        raise AdapterError(
+            f"{files.path} holds a prompt adapter, which needs an engine with enable_prompt_adapter=True"
+        )
+    count = _check(files, sizes)
     if count > options.max_prompt_adapter_token:
         raise AdapterError(
-            f"{folder / CONFIG_FILE}: it has {count} virtual tokens, but max_prompt_adapter_token is "
+            f"{files.config_file}: it has {count} virtual tokens, but max_prompt_adapter_token is "
             f"{options.max_prompt_adapter_token}"
         )
-    digest = new_digest(text)
-    digest_file(file, digest)
-    return AdapterRef(digest.hexdigest(), name, str(folder.absolute()), 0, count)
+    return AdapterRef(files.digest(), name, str(files.path.absolute()), 0, count)
 
 
 def read_prompt_adapter(ref: AdapterRef, sizes: VirtualTokenSizes) -> VirtualTokens:
@@ -737,28 +667,23 @@ def read_prompt_adapter(ref: AdapterRef, sizes: VirtualTokenSizes) -> VirtualTok
     Raises:
         AdapterError: its files have changed or cannot be read, or a value is infinite or not a number.
     """
-    folder = Path(ref.path)
-    text, config = read_config(folder)
-    _check(folder, config, sizes)
-    digest, file = new_digest(text), weights_file(folder)
-    tensor = read_tensors(file, (_TENSOR,), digest).get(_TENSOR)
-    # The digest is of the very bytes that were read.
-    if tensor is None or digest.hexdigest() != ref.key:
-        raise AdapterError(
-            f"the files of adapter {ref.name!r} changed on disk after it was loaded; load it again: {ref.path}"
-        )
+    with _unchanged(ref) as files:
+        assert isinstance(files, PeftFolder)
+        _check(files, sizes)
+        tensor = files.values((_TENSOR,))[_TENSOR]
     wrong = np.argwhere(~np.isfinite(tensor))
     if len(wrong):
-        raise AdapterError(f"{file}: tensor {_TENSOR!r} has a value at {wrong[0].tolist()} that is not finite")
-    if config["peft_type"] != _PREFIX_TUNING:
+        raise AdapterError(f"{files.file}: tensor {_TENSOR!r} has a value at {wrong[0].tolist()} that is not finite")
+    if files.config["peft_type"] != _PREFIX_TUNING:
         return VirtualTokens(embeddings=tensor)
     parts = tensor.reshape(len(tensor), sizes.layers, 2, sizes.kv_heads, sizes.head_dim)
     return VirtualTokens(keys_values=parts.transpose(1, 2, 0, 3, 4))
 
 
-def _check(folder: Path, config: Mapping[str, Any], sizes: VirtualTokenSizes) -> int:
+def _check(files: PeftFolder, sizes: VirtualTokenSizes) -> int:
     """The number of virtual tokens; refuses a config and a tensor that do not fit the model."""
-    where, kind, count = f"{folder / CONFIG_FILE}: ", config.get("peft_type"), config.get("num_virtual_tokens")
+    where, config = f"{files.config_file}: ", files.config
+    kind, count = config.get("peft_type"), config.get("num_virtual_tokens")
     if kind not in _KINDS:
         raise AdapterError(f"{where}peft_type={kind!r:.100} is not supported; with virtual tokens: {', '.join(_KINDS)}")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -776,8 +701,7 @@ def _check(folder: Path, config: Mapping[str, Any], sizes: VirtualTokenSizes) ->
         meaning = (
             f"virtual tokens, and {sizes.layers} layers x 2 x {sizes.kv_heads} KV heads x head size {sizes.head_dim}"
         )
-    file = weights_file(folder)
-    entries = read_entries(file)
+    file, entries = files.file, files.stored
     if _TENSOR not in entries:
         raise AdapterError(f"{file} has no tensor {_TENSOR!r}, in which PEFT saves virtual tokens")
     if len(entries) > 1:

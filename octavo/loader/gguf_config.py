@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from octavo.core.errors import TokenizerError, UnsupportedModelError, WeightError
 from octavo.loader.gguf_file import GGUFFile, Metadata
@@ -19,10 +19,11 @@ from octavo.loader.sentencepiece import (
     CONTROL,
     NORMAL,
     PRE_TOKENIZERS,
-    USER_DEFINED,
+    ByteLevelVocabulary,
     PreTokenizer,
     SentencePieceModel,
-    byte_level_bpe,
+    add_by_type,
+    parse_merges,
     surround,
     word_piece,
 )
@@ -436,16 +437,10 @@ class _Data:
 
 
 def _byte_level(data: _Data) -> Tokenizer:
-    merges = []
-    for line in data.get("merges") or []:
-        pair = tuple(line.split(" ")) if isinstance(line, str) else ()
-        if len(pair) != 2:
-            raise TokenizerError(f"{data.path}: the merge {line!r} is not two tokens with a space between them")
-        merges.append(pair)
-    if not merges:
+    if not (lines := data.get("merges")):
         raise TokenizerError(f"{data.path} has no tokenizer.ggml.merges")
-    tokenizer = byte_level_bpe(data.path, data.ids, merges, _family(data))
-    _add_special(tokenizer, data.tokens, data.types)
+    tokenizer = ByteLevelVocabulary(data.path, data.ids, parse_merges(data.path, lines), _family(data)).build()
+    add_by_type(tokenizer, data.tokens, data.types, CONTROL)
     return tokenizer
 
 
@@ -487,14 +482,8 @@ def _word_piece(data: _Data) -> Tokenizer:
     accents = data.flag("normalizer.strip_accents", lowercase)
     unknown = str(needed["unknown"])
     tokenizer = word_piece(data.path, tokens, unknown=unknown, lowercase=lowercase, strip_accents=accents)
-    _add_special(tokenizer, tokens, data.types)
+    add_by_type(tokenizer, tokens, data.types, CONTROL)
     return tokenizer
-
-
-def _add_special(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    kinds = list(zip(tokens, types, strict=True))
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == CONTROL])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in kinds if k == USER_DEFINED])
 
 
 def _config(data: _Data) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -89,14 +89,16 @@ class PreTokenizer:
 
     def attach(self, tokenizer: Tokenizer, *, prefix_space: bool = False) -> None:
         """Sets normalizer, pre-tokenizer and decoder; ``prefix_space``: a text without leading space gets one."""
-        steps = [pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in self.cuts]
-        bytes_of_pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        within = [pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in self.byte_cuts]
+        steps, within = (
+            [pre_tokenizers.Split(Regex(cut), behavior="isolated") for cut in cuts]
+            for cuts in (self.cuts, self.byte_cuts)
+        )
         normal: list[Any] = [normalizers.NFC()] if self.composed else []
         if prefix_space:
             normal += [normalizers.Prepend(" "), normalizers.Replace(Regex(r"\A  "), " ")]
         if normal:
             tokenizer.normalizer = normalizers.Sequence(normal)
+        bytes_of_pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, bytes_of_pieces, *within])
         tokenizer.decoder = decoders.ByteLevel()
 
@@ -200,17 +202,54 @@ def bpe(source: Path, ids: Mapping[str, int], merges: Sequence[tuple[str, str]],
         raise TokenizerError(f"{source}: the tokenizer's merges do not fit its tokens: {e}") from e
 
 
-def byte_level_bpe(
-    source: Path,
-    ids: Mapping[str, int],
-    merges: Sequence[tuple[str, str]],
-    family: PreTokenizer,
-    *,
-    prefix_space: bool = False,
-) -> Tokenizer:
-    tokenizer = Tokenizer(bpe(source, ids, merges, ignore_merges=family.ignore_merges))
-    family.attach(tokenizer, prefix_space=prefix_space)
-    return tokenizer
+def parse_merges(source: Path, lines: Iterable[object]) -> list[tuple[str, str]]:
+    """Merges in the order of their rank, each a line of two tokens with a space between them."""
+    merges = []
+    for line in lines:
+        left, _, right = line.partition(" ") if isinstance(line, str) else ("", "", "")
+        if not left or not right or " " in right:
+            raise TokenizerError(f"{source}: the merge {line!r:.80} is not two tokens with a space between them")
+        merges.append((left, right))
+    return merges
+
+
+@dataclass
+class ByteLevelVocabulary:
+    """Ids and merges of byte-level BPE."""
+
+    source: Path
+    ids: dict[str, int]
+    merges: Sequence[tuple[str, str]]
+    family: PreTokenizer
+    #: Whether a text without leading space gets one.
+    prefix_space: bool = False
+    named: Mapping[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _tokens(self) -> dict[int, str]:
+        return {token_id: token for token, token_id in self.ids.items()}
+
+    def place(self, token_id: int, token: str, *, special: bool) -> None:
+        """Gives a token this id, in place of the vocabulary's token if necessary."""
+        if self.ids.get(token, token_id) != token_id:
+            raise TokenizerError(f"{self.source}: the token {token!r} has the id {self.ids[token]}, not {token_id}")
+        taken = self._tokens.get(token_id, token)
+        if taken != token:
+            del self.ids[taken]
+        self.ids[token] = token_id
+        self._tokens[token_id] = token
+
+    def build(self) -> Tokenizer:
+        tokenizer = Tokenizer(bpe(self.source, self.ids, self.merges, ignore_merges=self.family.ignore_merges))
+        self.family.attach(tokenizer, prefix_space=self.prefix_space)
+        return tokenizer
+
+
+def add_by_type(tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], *special: int) -> None:
+    """Adds the tokens of the ``special`` types, and those that users defined; their ids stay."""
+    kinds = list(zip(tokens, types, strict=True))
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k in special])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in kinds if k == USER_DEFINED])
 
 
 def word_piece(
@@ -348,11 +387,7 @@ class SentencePieceModel:
         if self.prefix_space:
             decoding.append(decoders.Strip(content=" ", left=1, right=0))
         tokenizer.decoder = decoders.Sequence(decoding)
-        pairs = list(zip(self.pieces, self.types, strict=True))
-        special = [AddedToken(p, special=True, normalized=False) for p, t in pairs if t in (CONTROL, UNKNOWN)]
-        plain = [AddedToken(p, special=False, normalized=False) for p, t in pairs if t == USER_DEFINED]
-        tokenizer.add_special_tokens(special)
-        tokenizer.add_tokens(plain)
+        add_by_type(tokenizer, self.pieces, self.types, CONTROL, UNKNOWN)
         return tokenizer
 
 

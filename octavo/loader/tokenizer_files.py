@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,14 @@ from octavo.loader.sentencepiece import (
     CONTROL,
     MAX_ID,
     PRE_TOKENIZERS,
+    ByteLevelVocabulary,
     PreTokenizer,
     SentencePieceModel,
     build_marian,
     byte_alphabet,
-    byte_level_bpe,
     has_marian_files,
     merges_by_rank,
+    parse_merges,
     parse_sentencepiece,
     read_bytes,
     read_ids,
@@ -47,19 +48,7 @@ def load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
         TokenizerError: there is none, or a file cannot be understood.
         UnsupportedModelError: there is no tokenizer.json, and the family of the other files is not supported.
     """
-    path, config = folder / "tokenizer.json", _read_config(folder)
-    if path.is_file():
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises plain Exception
-            raise TokenizerError(f"{path} cannot be read: {e}") from e
-    elif has_marian_files(folder):
-        backend, config = build_marian(folder, config, "target")
-    elif (vocabulary := folder / "vocab.txt").is_file():
-        backend, config = build_word_piece(vocabulary, config)
-    elif tokenizer_files(folder):
-        backend, config = build_tokenizer(folder, config)
-    else:
+    if (read := _reader(folder)) is None:
         there = sorted(p.name for p in folder.glob("*token*")) if folder.is_dir() else []
         others = f"there is {', '.join(there)}" if there else "and no other tokenizer"
         raise TokenizerError(
@@ -68,8 +57,28 @@ def load_backend(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
             "transformers writes one with AutoTokenizer.from_pretrained(...).save_pretrained(folder); "
             "measurements with load_format='dummy' need none"
         )
+    backend, config = read(folder, _read_config(folder))
     complete_backend(backend, config)
     return backend, config
+
+
+def _reader(folder: Path) -> Callable[[Path, dict[str, Any]], tuple[Tokenizer, dict[str, Any]]] | None:
+    """What makes a tokenizer of a folder and its configuration, and completes that; None: there are no files."""
+    if (folder / "tokenizer.json").is_file():
+        return _read_json
+    if has_marian_files(folder):
+        return functools.partial(build_marian, side="target")
+    if (folder / "vocab.txt").is_file():
+        return build_word_piece
+    return build_tokenizer if tokenizer_files(folder) else None
+
+
+def _read_json(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+    path = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path)), config
+    except Exception as e:  # the library raises plain Exception
+        raise TokenizerError(f"{path} cannot be read: {e}") from e
 
 
 def load_source_backend(folder: Path) -> tokenizers.Tokenizer | None:
@@ -83,8 +92,7 @@ def load_source_backend(folder: Path) -> tokenizers.Tokenizer | None:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether ``load_backend`` has files to read in a folder."""
-    single = (folder / name for name in ("tokenizer.json", "vocab.txt"))
-    return any(path.is_file() for path in single) or has_marian_files(folder) or bool(tokenizer_files(folder))
+    return _reader(folder) is not None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -241,54 +249,19 @@ def _family(folder: Path, config: Mapping[str, Any]) -> tuple[str, _Family]:
     )
 
 
-@dataclass
-class _ByteLevel:
-    source: Path
-    ids: dict[str, int]
-    merges: Sequence[tuple[str, str]]
-    pre: PreTokenizer
-    prefix_space: bool
-    named: Mapping[str, str] = field(default_factory=dict)
-
-    @functools.cached_property
-    def _tokens(self) -> dict[int, str]:
-        return {token_id: token for token, token_id in self.ids.items()}
-
-    def place(self, token_id: int, token: str, *, special: bool) -> None:
-        """Gives a token this id, in place of the vocabulary's token if necessary."""
-        if self.ids.get(token, token_id) != token_id:
-            raise TokenizerError(f"{self.source}: the token {token!r} has the id {self.ids[token]}, not {token_id}")
-        taken = self._tokens.get(token_id, token)
-        if taken != token:
-            del self.ids[taken]
-        self.ids[token] = token_id
-        self._tokens[token_id] = token
-
-    def build(self) -> Tokenizer:
-        return byte_level_bpe(self.source, self.ids, self.merges, self.pre, prefix_space=self.prefix_space)
-
-
 def _vocabulary(
     files: Sequence[Path], name: str, family: _Family, config: Mapping[str, Any]
-) -> _ByteLevel | SentencePieceModel:
+) -> ByteLevelVocabulary | SentencePieceModel:
     source = files[0]
     space = config.get("add_prefix_space")
     if len(files) == 2:
-        pre, ids, merges = _pre_tokenizer(source, name, family.pre), read_ids(source), []
-        for number, line in enumerate(read_lines(files[1]), 1):
-            if not line or line.startswith("#version"):
-                continue
-            left, _, right = line.partition(" ")
-            if not left or not right or " " in right:
-                raise TokenizerError(
-                    f"{files[1]}: line {number} is not two tokens with a space between them: {line[:80]!r}"
-                )
-            merges.append((left, right))
-        return _ByteLevel(source, ids, merges, pre, space is True)
+        pre, ids = _pre_tokenizer(source, name, family.pre), read_ids(source)
+        lines = (line for line in read_lines(files[1]) if line and not line.startswith("#version"))
+        return ByteLevelVocabulary(source, ids, parse_merges(files[1], lines), pre, space is True)
     data = read_bytes(source)
     if _RANK.match(data):
         pre = replace(_pre_tokenizer(source, name, family.ranked_pre), ignore_merges=True)
-        return _ByteLevel(source, *_from_ranks(source, data), pre, space is True)
+        return ByteLevelVocabulary(source, *_from_ranks(source, data), pre, space is True)
     if family.pre is not None:
         raise UnsupportedModelError(f"{source} is not a file of ranks, and {name} has no SentencePiece model")
     model = parse_sentencepiece(source, data)
@@ -385,8 +358,9 @@ def _place_masks(model: SentencePieceModel) -> None:
 _SPECIAL = {f"{name.lower()}_token": f"[{name}]" for name in ("UNK", "SEP", "PAD", "CLS", "MASK")}
 
 
-def build_word_piece(file: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+def build_word_piece(folder: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer of a vocab.txt, and ``config`` completed with the special tokens."""
+    file = folder / "vocab.txt"
     tokens = read_lines(file)
     named = {name: token_text(config.get(name)) or default for name, default in _SPECIAL.items()}
     needed = (named[name] for name in ("unk_token", "sep_token", "cls_token"))

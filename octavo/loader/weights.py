@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from octavo.config.options import ModelOptions
 from octavo.core.dtypes import DTYPES, DType, Stored, rounded
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
+from octavo.core.files import read_object
 from octavo.core.garbage import return_freed_memory
 from octavo.core.model_config import ModelConfig
 from octavo.core.outputs import DenseConfig
@@ -235,14 +236,20 @@ def _stored(file: Path, expected: set[str]) -> dict[str, Stored]:
     """The tensors in a file, in their order there; must include ``expected``."""
     if file.name == MODEL_NAME:
         return whisper_tensors(file)
+    stored = read_header(file)
+    if absent := expected.difference(stored):
+        raise WeightError(f"{file} lacks the tensor {min(absent)!r} that {INDEX_FILE} says it holds")
+    return stored
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file in the order of their data; SafetensorError if it is damaged."""
     with safe_open(file, framework="np"):  # checks that sizes and offsets fit each other and the file
         pass
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
     header.pop("__metadata__", None)
-    if absent := expected.difference(header):
-        raise WeightError(f"{file} lacks the tensor {min(absent)!r} that {INDEX_FILE} says it holds")
     stored = {
         name: Stored(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
@@ -304,15 +311,11 @@ def _files(folder: Path) -> dict[Path, set[str]]:
 
 def _indexed_files(folder: Path) -> dict[Path, set[str]]:
     index = folder / INDEX_FILE
-    if index.stat().st_size > _MAX_INDEX_BYTES:
-        raise WeightError(f"{index} has {index.stat().st_size} bytes; at most {_MAX_INDEX_BYTES} are read")
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        pairs = [(str(tensor), str(file)) for tensor, file in weight_map.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise WeightError(f"{index} is no index: expected a JSON object with weight_map, tensor to file") from None
+    weight_map = read_object(index, WeightError, _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise WeightError(f"{index} is no index: expected a JSON object with weight_map, tensor to file")
     files: dict[Path, set[str]] = {}
-    for tensor, file in pairs:
+    for tensor, file in ((tensor, str(file)) for tensor, file in weight_map.items()):
         if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
             raise WeightError(f"{index} puts {tensor!r} into {file!r}: expected the name of a file in the same folder")
         if not file.endswith(".safetensors"):

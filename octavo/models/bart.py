@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import EncoderFacts, ModelConfig
 from octavo.layers.layer import LayerContext
 from octavo.layers.rope import SinusoidalPositions
@@ -51,7 +49,7 @@ class BartForConditionalGeneration(EncoderDecoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        refuse_settings(architecture, reader, {"static_position_embeddings": False})
+        reader.only("static_position_embeddings", False)
         positions = reader.positive("max_position_embeddings", 1024)
         rows = {"position_rows": positions + _POSITION_OFFSET, "position_offset": _POSITION_OFFSET}
         return encoder_decoder_config(architecture, reader, positions, embedding_norm=True, **rows, **cls.norms)
@@ -71,7 +69,8 @@ def encoder_decoder_config(
     ``positions`` bound the longest input and the longest output. ``values`` are further fields of
     ``EncoderDecoderConfig``; the positions and the norm of the embedding hold for its encoder too.
     """
-    refuse_settings(architecture, reader, {name: values.get(field, False) for name, field in _NORMS.items()})
+    for name, field in _NORMS.items():
+        reader.only(name, values.get(field, False))
     reader = reader.with_defaults(tie_word_embeddings=True)
     shared: dict[str, Any] = {
         "architecture": architecture,
@@ -98,15 +97,6 @@ def encoder_decoder_config(
         **fields,
         **values,
     )
-
-
-def refuse_settings(architecture: str, reader: ConfigReader, computed: Mapping[str, bool]) -> None:
-    """Refuses a config.json that has one of these settings with another value than the network computes."""
-    for name, value in computed.items():
-        if reader.raw.get(name) is not None and reader.flag(name) != value:
-            raise UnsupportedModelError(
-                f"{reader.file}: {name}={str(not value).lower()} is not supported for {architecture}"
-            )
 
 
 def read_encoder_facts(reader: ConfigReader, max_tokens: int | None) -> EncoderFacts:
@@ -140,13 +130,9 @@ class SinusoidalEncoderDecoder(EncoderDecoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        computed = {"static_position_embeddings": True, "share_encoder_decoder_embeddings": True}
-        refuse_settings(architecture, reader, computed)
-        vocabulary = reader.positive("vocab_size")
-        if (own := reader.positive("decoder_vocab_size", vocabulary)) != vocabulary:
-            raise UnsupportedModelError(
-                f"{reader.file}: decoder_vocab_size={own} is not supported: it must be vocab_size ({vocabulary})"
-            )
+        for name in ("static_position_embeddings", "share_encoder_decoder_embeddings"):
+            reader.only(name, True)
+        reader.only("decoder_vocab_size", reader.positive("vocab_size"))
         positions = reader.positive("max_position_embeddings", 1024)
         return encoder_decoder_config(architecture, reader, positions, head_bias=True, **cls.norms)
 

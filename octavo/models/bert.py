@@ -11,7 +11,7 @@ from octavo.layers.attention import Attention, RelativeBias
 from octavo.layers.layer import LayerContext, LayerNorm
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename, Split
 from octavo.models.config_files import ConfigReader, read_activation
-from octavo.models.encoder import Encoder, EncoderConfig, PreNormLayer, encoder_fields
+from octavo.models.encoder import Encoder, EncoderConfig, EncoderPreNormLayer, encoder_fields
 
 #: Heads of language models are not used; without a classification head, neither is the pooler.
 BERT_NAMES: tuple[CheckpointEntry, ...] = (
@@ -46,9 +46,7 @@ class BertModel(Encoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> EncoderConfig:
-        kind = reader.raw.get("position_embedding_type") or "absolute"
-        if kind != "absolute":
-            raise UnsupportedModelError(f"position_embedding_type={kind!r} is not supported; supported: absolute")
+        reader.only("position_embedding_type", "absolute")
         rows, first = reader.positive("max_position_embeddings"), cls.first_position(reader)
         return EncoderConfig(
             architecture=architecture,
@@ -190,8 +188,7 @@ class NomicBertModel(Encoder):
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> EncoderConfig:
         for name, allowed in _FIXED.items():
-            if (value := reader.raw.get(name, allowed[0])) not in allowed:
-                raise UnsupportedModelError(f"{name}={value!r} is not supported; supported: {allowed[0]}")
+            reader.only(name, *allowed)
         reader = reader.with_defaults(
             **{new: reader.raw[old] for old, new in _OLD_NAMES.items() if reader.raw.get(old) is not None}
         )
@@ -225,7 +222,7 @@ class ModernBertModel(Encoder):
     """
 
     config: ModernBertConfig
-    layer_class = PreNormLayer
+    layer_class = EncoderPreNormLayer
     checkpoint_map: tuple[CheckpointEntry, ...] = (
         Drop(r"^decoder\."),
         Rename(r"^(model\.)?embeddings\.tok_embeddings\.", "model.embed_tokens."),

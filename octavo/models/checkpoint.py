@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from octavo.core.errors import WeightError
-from octavo.kernels.weight_rows import QuantizedRows
+from octavo.kernels.weight_rows import QuantizedRows, to_values
 
 Tensor = np.ndarray | QuantizedRows
 Pairs = Iterable[tuple[str, Tensor]]
@@ -131,7 +131,7 @@ class Join:
             held = waiting.setdefault(whole, {})
             if part in held:
                 raise WeightError(f"tensor {name!r} occurs twice")
-            held[part] = _values(tensor)
+            held[part] = to_values(tensor)
             if len({values.shape[1:] for values in held.values()}) > 1:
                 raise WeightError(
                     f"tensor {name!r} of shape {list(tensor.shape)} has other columns than the other parts of tensor "
@@ -216,7 +216,7 @@ class Transform:
             elif self.transposes(name):
                 yield name, transpose(tensor)
             else:
-                values = _values(tensor)
+                values = to_values(tensor)
                 yield name, self.function(values) if has_values(values) else values
 
 
@@ -299,7 +299,3 @@ def _partition(name: str, component: str) -> tuple[str, bool, str]:
     """The text before a component of a dotted name, whether the component occurs, and the text after it."""
     match = re.search(rf"(?:^|(?<=\.)){re.escape(component)}(?=\.|$)", name)
     return (name[: match.start()], True, name[match.end() :]) if match else (name, False, "")
-
-
-def _values(tensor: Tensor) -> np.ndarray:
-    return tensor.dequantize() if isinstance(tensor, QuantizedRows) else tensor

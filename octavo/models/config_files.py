@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -135,6 +136,16 @@ class ConfigReader(JsonValues):
         present = {name: value for name, value in self.raw.items() if value is not None}
         return replace(self, raw={**values, **present})
 
+    def only(self, name: str, *supported: Any) -> Any:
+        """A value that must be one of these, by default the first; raises UnsupportedModelError for others."""
+        value = self.get(name, supported[0])
+        if value not in supported:
+            listed = ", ".join(json.dumps(one) for one in supported)
+            raise UnsupportedModelError(
+                f"{self.file}: {name}={json.dumps(value)} is not supported; supported: {listed}"
+            )
+        return value
+
     def named(self, *names: str) -> str:
         """The first of several names of one value that the object has, else the last name."""
         return next((name for name in names if self.raw.get(name) is not None), names[-1])
@@ -205,13 +216,6 @@ def _common_shape(reader: ConfigReader, hidden: str, layers: str, heads: str, kv
         raise ConfigError(f"{reader.file}: {heads} ({count}) must be a multiple of {kv_heads} ({kv_count})")
     shape = {"hidden_size": reader.positive(hidden), "num_layers": reader.positive(layers)}
     return shape | {"num_heads": count, "num_kv_heads": kv_count, **common_fields(reader)}
-
-
-def refuse_activations(reader: ConfigReader, *supported: str) -> None:
-    """Refuses a hidden_act that is not in ``supported``; the first entry is the default."""
-    activation = reader.raw.get("hidden_act", supported[0])
-    if activation not in supported:
-        raise UnsupportedModelError(f"activation hidden_act={activation!r} is not supported; supported: {supported[0]}")
 
 
 def read_activation(reader: ConfigReader, name: str, default: str) -> Activation:
@@ -301,8 +305,8 @@ def read_token_ids(reader: ConfigReader, name: str) -> tuple[int, ...]:
 # quantization_config
 
 _COMPRESSED_FORMATS = (
+    *("dense", "mixed-precision"),  # no formats of matrices
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
-    *("mixed-precision", "dense"),  # no formats of matrices
 )
 
 
@@ -326,13 +330,9 @@ def read_quantization(reader: ConfigReader) -> CheckpointQuantization | None:
 
 def _gptq(reader: ConfigReader) -> CheckpointQuantization:
     bits, group = _bits(reader, "bits", (4, 8)), _group(reader, "group_size")
-    checkpoint_format = reader.raw.get("checkpoint_format") or reader.raw.get("format") or "gptq"
-    _only(reader, "checkpoint_format", checkpoint_format, "gptq", "gptq_v2")
-    _only(reader, "pack_dtype", reader.raw.get("pack_dtype") or "int32", "int32")
-    if reader.flag("is_marlin_format"):
-        raise UnsupportedModelError(f"{reader.file}: GPTQ weights in Marlin's layout (is_marlin_format) are not read")
-    if reader.table("dynamic"):
-        raise UnsupportedModelError(f"{reader.file}: GPTQ with other settings for some modules (dynamic) is not read")
+    checkpoint_format = reader.only(reader.named("checkpoint_format", "format"), "gptq", "gptq_v2")
+    for name, value in (("pack_dtype", "int32"), ("is_marlin_format", False), ("dynamic", {})):
+        reader.only(name, value)
     reordered = reader.flag("desc_act") and not reader.flag("static_groups") and group is not None
     schemes = (QuantizationScheme(f"int{bits}", group, symmetric=False),)
     is_v1 = checkpoint_format == "gptq"
@@ -340,31 +340,28 @@ def _gptq(reader: ConfigReader) -> CheckpointQuantization:
 
 
 def _awq(reader: ConfigReader) -> CheckpointQuantization:
-    _only(reader, "version", str(reader.raw.get("version") or "gemm").lower(), "gemm")
+    reader.only("version", "gemm", "GEMM")
     _bits(reader, "w_bit" if "w_bit" in reader.raw else "bits", (4,))
     group = _group(reader, "q_group_size" if "q_group_size" in reader.raw else "group_size")
     return CheckpointQuantization("awq", (QuantizationScheme("int4", group, symmetric=False),))
 
 
 def _compressed_tensors(reader: ConfigReader) -> CheckpointQuantization:
-    sparsity = reader.table("sparsity_config").get("format") or "dense"
-    if sparsity != "dense":
-        raise UnsupportedModelError(f"{reader.file}: compressed-tensors with sparsity {sparsity!r} is not read")
-    _only(reader, "format", reader.raw.get("format"), *_COMPRESSED_FORMATS)
+    ConfigReader(reader.table("sparsity_config"), reader.file).only("format", "dense")
+    reader.with_defaults(format="none").only("format", *_COMPRESSED_FORMATS)
     schemes = []
     for name, group in reader.table("config_groups").items():
         if not isinstance(group, dict):
             raise ConfigError(f"{reader.file}: config_groups.{name} must be an object, not {group!r}")
         inside = ConfigReader(group, reader.file)
-        _only(reader, "format", inside.raw.get("format") or "dense", *_COMPRESSED_FORMATS)
+        inside.only("format", *_COMPRESSED_FORMATS)
         if not (weights := inside.table("weights")):
             continue
         inside = ConfigReader(weights, reader.file)
-        kind = weights.get("type") or "int"
-        _only(inside, "type", kind, "int", "float")
+        kind = inside.only("type", "int", "float")
         bits = _bits(inside, "num_bits", (4, 8) if kind == "int" else (8,))
-        strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-        _only(inside, "strategy", strategy, "tensor", "channel", "group", "block")
+        strategies = ("tensor", "channel", "group", "block")
+        strategy = inside.only("strategy", "group" if weights.get("group_size") else "tensor", *strategies)
         size = _group(inside, "group_size") if strategy == "group" else None
         block = _block(inside, "block_structure") if strategy == "block" else None
         number = f"int{bits}" if kind == "int" else "fp8"
@@ -373,7 +370,7 @@ def _compressed_tensors(reader: ConfigReader) -> CheckpointQuantization:
 
 
 def _fp8(reader: ConfigReader) -> CheckpointQuantization:
-    _only(reader, "fmt", reader.raw.get("fmt") or "e4m3", "e4m3", "float8_e4m3fn")
+    reader.only("fmt", "e4m3", "float8_e4m3fn")
     block = None if reader.raw.get("weight_block_size") is None else _block(reader, "weight_block_size")
     return CheckpointQuantization("fp8", (QuantizationScheme("fp8", block=block),))
 
@@ -381,13 +378,6 @@ def _fp8(reader: ConfigReader) -> CheckpointQuantization:
 _METHODS: dict[Any, Callable[[ConfigReader], CheckpointQuantization]] = {
     **{"awq": _awq, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq}
 }
-
-
-def _only(reader: ConfigReader, name: str, value: Any, *supported: str) -> None:
-    if value not in supported:
-        raise UnsupportedModelError(
-            f"{reader.file}: quantization with {name} {value!r} is not supported; supported: {', '.join(supported)}"
-        )
 
 
 def _bits(reader: ConfigReader, name: str, supported: tuple[int, ...]) -> int:

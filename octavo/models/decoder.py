@@ -7,7 +7,8 @@ model.norm, lm_head); ``checkpoint_map`` maps those of other families.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,9 +17,10 @@ from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Array, LayerCache
 from octavo.layers.attention import Attention, LatentAttention
 from octavo.layers.layer import Layer, LayerContext, LayerNorm, RMSNorm
+from octavo.layers.mlp import MLP, GatedMLP, SparseMoE
 from octavo.layers.vocabulary import ClassificationHead, ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
-from octavo.models.network import Network, ResidualReader
+from octavo.models.network import Network, ResidualReader, Tower, tower_context
 
 
 class DecoderLayer(Layer, ABC):
@@ -27,6 +29,44 @@ class DecoderLayer(Layer, ABC):
     @abstractmethod
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """The residual stream after this layer, float32 [T, E]; the input's memory may be reused."""
+
+
+class PreNormLayer(DecoderLayer):
+    """x + attention(norm(x)), and then x + mlp(norm(x)) of the sum."""
+
+    #: Names of the norms of attention and of the feed-forward network.
+    norm_names: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
+
+    def __init__(
+        self, attention: Attention | LatentAttention, mlp: MLP | GatedMLP | SparseMoE, norms: Sequence[Any]
+    ) -> None:
+        """``norms``: of attention, None if its input is normalised; and of the feed-forward network, by default the
+        same.
+        """
+        super().__init__()
+        self.attention_norm: Any = None if norms[0] is None else self.attach(self.norm_names[0], norms[0])
+        self.attention = self.attach("self_attn", attention)
+        self.mlp_norm: Any = self.attach(self.norm_names[1], norms[1]) if len(norms) > 1 else self.attention_norm
+        self.mlp = self.attach("mlp", mlp)
+
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        x = residual if self.attention_norm is None else self.attention_norm(residual)
+        residual = self.attention.add_to(residual, x, cache, batch)
+        return self.mlp.add_to(residual, self.mlp_norm(residual))
+
+
+class PostNormLayer(PreNormLayer):
+    """norm(x + attention(x)), and then norm(x + mlp(x)) of that (Vaswani et al. 2017)."""
+
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        residual = self.attention_norm.float32(self.attention.add_to(residual, residual, cache, batch))
+        return self.mlp_norm.float32(self.mlp.add_to(residual, residual))
+
+
+def make_feed_forward(config: Any, context: LayerContext) -> MLP | GatedMLP:
+    """The feed-forward network of a layer, for configurations with ``gated_mlp`` and ``activation``."""
+    kind = GatedMLP if config.gated_mlp else MLP
+    return kind(context, config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
 
 
 class Decoder(Network):
@@ -47,6 +87,8 @@ class Decoder(Network):
             self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, width))
         self.layers = [self.attach(f"model.layers.{i}", self.make_layer(i, config, context)) for i in stage]
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
+        if self.is_first and (tower := self.make_tower(config, tower_context(context))) is not None:
+            self.tower = self.attach("tower", tower)
         if self.is_last:
             norm = self.make_final_norm(config, context)
             self.norm = None if norm is None else self.attach("model.norm", norm)
@@ -65,6 +107,10 @@ class Decoder(Network):
     @abstractmethod
     def make_final_norm(self, config: Any, context: LayerContext) -> RMSNorm | LayerNorm | None:
         """The norm after the last layer, if there is one."""
+
+    def make_tower(self, config: Any, context: LayerContext) -> Tower | None:
+        """The image tower, if there is one."""
+        return None
 
     def embedding_size(self, config: Any) -> int:
         """Width of the embedding and of the head's input."""

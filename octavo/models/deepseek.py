@@ -16,7 +16,7 @@ from octavo.layers.attention import LatentAttention, LatentShape
 from octavo.layers.layer import LayerContext
 from octavo.layers.mlp import GatedMLP, SparseMoE
 from octavo.models.checkpoint import Drop, Transform
-from octavo.models.config_files import ConfigReader, common_fields, longest_context, read_rope, refuse_activations
+from octavo.models.config_files import ConfigReader, common_fields, longest_context, read_rope
 from octavo.models.llama import LlamaForCausalLM, LlamaLayer, make_mlp
 
 
@@ -79,9 +79,8 @@ class DeepseekForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        refuse_activations(reader, "silu")
-        if reader.flag("attention_bias"):
-            raise UnsupportedModelError("latent attention with attention_bias=true is not supported")
+        reader.only("hidden_act", "silu")
+        reader.only("attention_bias", False)
         v3 = architecture == "DeepseekV3ForCausalLM"
         heads, rope = reader.positive("num_attention_heads"), read_rope(reader)
         shape = LatentShape(

@@ -23,9 +23,9 @@ from octavo.layers.layer import Layer, LayerContext, RMSNorm
 from octavo.layers.linear import ConcatQKVParallelLinear, ReplicatedConcatLinear
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
-from octavo.models.config_files import ConfigReader, longest_context, read_rope, refuse_activations, shape_fields
-from octavo.models.decoder import Decoder, DecoderLayer
-from octavo.models.llama import LlamaLayer, make_mlp
+from octavo.models.config_files import ConfigReader, fields_of
+from octavo.models.decoder import Decoder, PreNormLayer
+from octavo.models.llama import LlamaForCausalLM, make_mlp
 from octavo.models.network import Network, ResidualReader
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -63,21 +63,14 @@ class EagleConfig(ModelConfig):
 def read_eagle_config(method: EagleMethod, reader: ConfigReader) -> EagleConfig:
     """The configuration of a head by its config.json."""
     _refuse_other_heads(method, reader)
-    rope, fields = read_rope(reader), shape_fields(reader)
-    bias = reader.flag("attention_bias")
-    config = EagleConfig(
-        architecture=_ARCHITECTURES[method][0],
-        method=method,
-        max_position=longest_context(rope),
-        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
-        qkv_bias=bias or reader.flag("qkv_bias"),
-        o_bias=bias,
-        mlp_bias=reader.flag("mlp_bias"),
-        rope=rope,
-        draft_vocab_size=fields["vocab_size"],
-        target_hidden_size=fields["hidden_size"],
-        **fields,
-    )
+    base = LlamaForCausalLM.read_config("LlamaForCausalLM", reader)
+    changes = {
+        "architecture": _ARCHITECTURES[method][0],
+        "qkv_bias": base.qkv_bias or reader.flag("qkv_bias"),
+        "draft_vocab_size": base.vocab_size,
+        "target_hidden_size": base.hidden_size,
+    }
+    config = EagleConfig(method=method, **(fields_of(base) | changes))
     if method == "eagle":
         return config
     layers: Any = reader.raw.get(_LAYER_IDS) or reader.table("eagle_config").get(_LAYER_IDS) or []
@@ -124,18 +117,13 @@ def _refuse_other_heads(method: EagleMethod, reader: ConfigReader) -> None:
         raise UnsupportedModelError(
             f"{reader.file}: architectures {names!r} are no head of method {method!r} ({', '.join(supported)}){hint}"
         )
-    refuse_activations(reader, "silu", "swish")
-    for name in ("quantization_config", "compression_config"):
-        if reader.table(name):
-            raise UnsupportedModelError(f"{reader.file}: {name} is not supported: heads are not quantised")
-    for name in ("add_para_norm", "norm_before_fc"):
-        if reader.flag(name):
-            raise UnsupportedModelError(f"{reader.file}: {name}=true is not supported: a variant of the published head")
-    if reader.table("eagle_config").get("use_aux_hidden_state", True) is not True:
-        raise UnsupportedModelError(f"{reader.file}: use_aux_hidden_state=false is not supported")
-    if method == "eagle3" and reader.positive("num_hidden_layers", 1) != 1:
-        layers = reader.raw["num_hidden_layers"]
-        raise UnsupportedModelError(f"{reader.file}: num_hidden_layers of an EAGLE-3 head must be 1, not {layers}")
+    for name in ("quantization_config", "compression_config"):  # heads are not quantised
+        reader.only(name, {})
+    for name in ("add_para_norm", "norm_before_fc"):  # variants of the published head
+        reader.only(name, False)
+    ConfigReader(reader.table("eagle_config"), reader.file).only("use_aux_hidden_state", True)
+    if method == "eagle3":
+        reader.only("num_hidden_layers", 1)
 
 
 #: Old checkpoints hold rotary tables; d2t and t2d are no weights and are read by themselves.
@@ -193,23 +181,6 @@ class FeatureReader:
             self.features = self._fc.product(self._layers.index(layer), residual, DType.FLOAT32, self.features)
 
 
-class FirstLayer(DecoderLayer):
-    """A layer of Llama without the norm before attention."""
-
-    attention: Attention
-
-    def __init__(self, config: ModelConfig, context: LayerContext, attention: Attention) -> None:
-        super().__init__()
-        self.attention = self.attach("self_attn", attention)
-        norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-        self.mlp_norm = self.attach("post_attention_layernorm", norm)
-        self.mlp = self.attach("mlp", make_mlp(config, context))
-
-    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        residual = self.attention.add_to(residual, residual, cache, batch)
-        return self.mlp.add_to(residual, self.mlp_norm(residual))
-
-
 class EagleForCausalLM(EagleHead):
     """EAGLE-1: layers over fc([embedding, hidden]); their result is a hidden state after the final norm."""
 
@@ -219,14 +190,13 @@ class EagleForCausalLM(EagleHead):
 
     def __init__(self, config: EagleConfig, context: LayerContext) -> None:
         super().__init__(config, context)
-        self.layers: list[DecoderLayer] = []
+        self.layers: list[PreNormLayer] = []
         for index in range(config.num_layers):
             spec = AttentionSpec(config.head_dim**-0.5)
             attention = Attention(config, context, spec, self.rotary_table(config, context))
-            if index:
-                layer: DecoderLayer = LlamaLayer(config, context, attention, make_mlp(config, context))
-            else:
-                layer = FirstLayer(config, context, attention)
+            # The first layer has no norm before attention.
+            norms = [RMSNorm(context, config.hidden_size, config.rms_norm_eps) if i else None for i in (index, 1)]
+            layer = PreNormLayer(attention, make_mlp(config, context), norms)
             self.layers.append(self.attach(f"layers.{index}", layer))
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
 

@@ -6,12 +6,14 @@ A family defines its layers. Tensors have the names of decoders (model.embed_tok
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.model_config import ModelConfig
 from octavo.core.request import TOKENS
 from octavo.kernels.forward_batch import ForwardBatch
@@ -21,7 +23,7 @@ from octavo.layers.layer import Layer, LayerContext, LayerNorm, RMSNorm
 from octavo.layers.mlp import MLP, GatedMLP
 from octavo.layers.vocabulary import ClassificationHead, PositionEmbedding, VocabParallelEmbedding
 from octavo.models.config_files import ConfigReader, decoder_fields
-from octavo.models.decoder import Decoder, DecoderLayer
+from octavo.models.decoder import Decoder, DecoderLayer, PostNormLayer, PreNormLayer, make_feed_forward
 from octavo.models.network import Network, ResidualReader
 
 
@@ -48,45 +50,62 @@ class EncoderConfig(ModelConfig):
     dense_norm: bool = False
 
 
-def make_mlp(config: EncoderConfig | EncoderDecoderConfig, context: LayerContext) -> MLP | GatedMLP:
-    """The feed-forward network of a layer."""
-    kind = GatedMLP if config.gated_mlp else MLP
-    return kind(context, config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
+Norm = LayerNorm | RMSNorm
 
 
-class EncoderLayer(Layer):
-    """A layer with post-norms (Vaswani et al. 2017): x = norm(x + f(x)), twice."""
+class EncoderLayer(PostNormLayer):
+    norm_names = ("attention_norm", "mlp_norm")
 
-    def __init__(self, attention: Attention, mlp: MLP | GatedMLP, norms: list[LayerNorm | None]) -> None:
-        """``norms``: of attention, which a family may leave out, and of the MLP."""
+
+class EncoderPreNormLayer(PreNormLayer):
+    norm_names = ("attention_norm", "mlp_norm")
+
+
+class EncoderStack(Layer):
+    """Segments, positions and norm of the embedding, layers, final norm; each but the layers may be missing."""
+
+    def __init__(
+        self, config: EncoderConfig, context: LayerContext, layers: Sequence[PreNormLayer], norms: Sequence[Norm | None]
+    ) -> None:
+        """``norms``: of the embedding and after the last layer."""
         super().__init__()
-        self.attention = self.attach("self_attn", attention)
-        self.mlp = self.attach("mlp", mlp)
-        self.attention_norm = None if norms[0] is None else self.attach("attention_norm", norms[0])
-        assert norms[1] is not None
-        self.mlp_norm = self.attach("mlp_norm", norms[1])
+        width = config.hidden_size
+        self.embed_types = self.embed_positions = None
+        if config.type_rows:
+            self.embed_types = self.attach("embed_types", PositionEmbedding(context, config.type_rows, width))
+        if config.position_rows:
+            table = PositionEmbedding(context, config.position_rows, width, config.position_offset)
+            self.embed_positions = self.attach("embed_positions", table)
+        self.embed_norm = None if norms[0] is None else self.attach("embed_norm", norms[0])
+        self.layers = [self.attach(f"layers.{i}", layer) for i, layer in enumerate(layers)]
+        self.norm = None if norms[1] is None else self.attach("norm", norms[1])
+        #: The KV cache that all layers can share.
+        self.workspace = replace(layers[0].attention.kv_spec, kind="full", window=None)
 
-    def __call__(self, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        """The stream after this layer, float32 [T, E]; the input's memory may be reused."""
-        assert self.attention_norm is not None
-        x = self.attention_norm.float32(self.attention.add_to(x, x, cache, batch))
-        return self.mlp_norm.float32(self.mlp.add_to(x, x))
-
-
-class PreNormLayer(EncoderLayer):
-    """A layer with pre-norms: x + f(norm(x)), twice."""
-
-    def __call__(self, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        normed = x if self.attention_norm is None else self.attention_norm(x)
-        x = self.attention.add_to(x, normed, cache, batch)
-        return self.mlp.add_to(x, self.mlp_norm(x))
+    def __call__(
+        self, residual: Array, batch: ForwardBatch, caches: Iterable[LayerCache], reader: ResidualReader | None = None
+    ) -> Array:
+        """The embedded input float32 [T, E], without positions, to the stream float32 [T, E] before the final norm."""
+        if self.embed_types is not None:
+            residual = self.embed_types.add_to(residual, batch.token_types)
+        if self.embed_positions is not None:
+            residual = self.embed_positions.add_to(residual, batch.positions)
+        if self.embed_norm is not None:
+            residual = self.embed_norm.float32(residual)
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=False)):
+            if reader is not None:
+                reader.read(index, residual)
+            residual = layer(residual, cache, batch)
+        if reader is not None:
+            reader.read(len(self.layers), residual)
+        return residual
 
 
 class Encoder(Network):
     """One rank's share of an encoder, and its classification head if it has one."""
 
     config: EncoderConfig
-    layer_class: type[EncoderLayer] = EncoderLayer
+    layer_class: type[PreNormLayer] = EncoderLayer
 
     def __init__(self, config: EncoderConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -94,25 +113,15 @@ class Encoder(Network):
             raise ConfigError(f"{config.architecture} has no pipeline stages: set pipeline_parallel_size=1")
         self.kernels, width = context.kernels, config.hidden_size
         self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, config.vocab_size, width))
-        self.embed_positions = self.embed_types = self.embed_norm = None
-        if config.position_rows:
-            table = PositionEmbedding(context, config.position_rows, width, config.position_offset)
-            self.embed_positions = self.attach("model.embed_positions", table)
-        if config.type_rows:
-            self.embed_types = self.attach("model.embed_types", PositionEmbedding(context, config.type_rows, width))
-        if config.embedding_norm:
-            self.embed_norm = self.attach("model.embed_norm", self.make_norm(context))
-        self.layers = [self.attach(f"model.layers.{i}", self.make_layer(i, context)) for i in range(config.num_layers)]
-        self.kv_specs = []
-        self.workspace = replace(self.layers[0].attention.kv_spec, kind="full", window=None)
-        norm = self.make_final_norm(context)
-        self.norm = None if norm is None else self.attach("model.norm", norm)
+        layers = [self.make_layer(i, context) for i in range(config.num_layers)]
+        norms = [self.make_norm(context) if config.embedding_norm else None, self.make_final_norm(context)]
+        self.stack = self.attach("model", EncoderStack(config, context, layers, norms))
+        self.kv_specs, self.workspace = [], self.stack.workspace
         self.head = None if config.head == "none" else self.attach("head", self.make_head(context))
 
-    def make_layer(self, index: int, context: LayerContext) -> EncoderLayer:
+    def make_layer(self, index: int, context: LayerContext) -> PreNormLayer:
         norms = [self.make_attention_norm(index, context), self.make_norm(context)]
-        mlp = make_mlp(self.config, context)
-        return self.layer_class(self.make_attention(index, context), mlp, norms)
+        return self.layer_class(self.make_attention(index, context), make_feed_forward(self.config, context), norms)
 
     def make_attention(self, index: int, context: LayerContext) -> Attention:
         return Attention(self.config, context, AttentionSpec(self.config.head_dim**-0.5, causal=False))
@@ -141,19 +150,8 @@ class Encoder(Network):
     def forward_layers(
         self, residual: Array, batch: ForwardBatch, kv_caches: list[LayerCache], reader: ResidualReader | None = None
     ) -> Array:
-        if self.embed_types is not None:
-            residual = self.embed_types.add_to(residual, batch.token_types)
-        if self.embed_positions is not None:
-            residual = self.embed_positions.add_to(residual, batch.positions)
-        if self.embed_norm is not None:
-            residual = self.embed_norm.float32(residual)
-        for index, (layer, cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
-            if reader is not None:
-                reader.read(index, residual)
-            residual = layer(residual, cache, batch)
-        if reader is not None:
-            reader.read(len(self.layers), residual)
-        return residual if self.norm is None else self.norm.float32(residual)
+        residual = self.stack(residual, batch, kv_caches, reader)
+        return residual if self.stack.norm is None else self.stack.norm.float32(residual)
 
     def scores(self, rows: Array) -> Array:
         return super().scores(rows) if self.head is None else self.head(rows)
@@ -162,18 +160,14 @@ class Encoder(Network):
 def encoder_fields(reader: ConfigReader, bias: bool = True, **names: str) -> dict[str, Any]:
     """Fields of ``EncoderConfig`` that all families have; ``names`` as for ``decoder_fields``."""
     for name in ("is_decoder", "causal", "add_cross_attention"):
-        if reader.flag(name):
-            raise UnsupportedModelError(f"{reader.file}: {name}=true is not supported for encoders")
+        reader.only(name, False)
     rope = reader.table("rope_parameters")
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if part.get("rope_type", "default") != "default":
-            raise UnsupportedModelError(f"{reader.file}: rope_type {part['rope_type']!r} is not supported for encoders")
+        ConfigReader(part, reader.file).only("rope_type", "default")
     return decoder_fields(reader, bias=bias, **names)
 
 
 # Encoder-decoder transformers (Vaswani et al. 2017)
-
-Norm = LayerNorm | RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,35 +223,6 @@ class CrossDecoderLayer(DecoderLayer):
         return self.cross_attention.queries(self.cross_norm(x) if self.norm_first else x)
 
 
-class EncoderStack(Layer):
-    """The encoder: positions, norm of the embedding, layers, final norm."""
-
-    def __init__(
-        self, config: EncoderDecoderConfig, context: LayerContext, layers: list[EncoderLayer], norms: list[Norm | None]
-    ) -> None:
-        """``norms``: of the embedding and after the last layer; None where there is none."""
-        super().__init__()
-        encoder = config.encoder
-        self.embed_positions = None
-        if encoder.position_rows:
-            rows, offset = encoder.position_rows, encoder.position_offset
-            table = PositionEmbedding(context, rows, encoder.hidden_size, offset)
-            self.embed_positions = self.attach("embed_positions", table)
-        self.embed_norm = None if norms[0] is None else self.attach("embed_norm", norms[0])
-        self.layers = [self.attach(f"layers.{i}", layer) for i, layer in enumerate(layers)]
-        self.norm = None if norms[1] is None else self.attach("norm", norms[1])
-
-    def __call__(self, residual: Array, batch: ForwardBatch, workspace: LayerCache) -> Array:
-        """The embedded input float32 [T, E], without positions, to the encoder's output [T, E]."""
-        if self.embed_positions is not None:
-            residual = self.embed_positions.add_to(residual, batch.positions)
-        if self.embed_norm is not None:
-            residual = self.embed_norm.float32(residual)
-        for layer in self.layers:
-            residual = layer(residual, workspace, batch)
-        return residual if self.norm is None else self.norm(residual)
-
-
 class EncoderDecoder(Decoder):
     """One rank's share of an encoder-decoder transformer.
 
@@ -279,8 +244,7 @@ class EncoderDecoder(Decoder):
         if config.embedding_norm:
             self.embed_norm = self.attach("model.embed_norm", self.make_norm(config, context))
         self.encoder = self.attach("encoder", self.make_encoder(config, context))
-        spec = self.encoder.layers[0].attention.kv_spec
-        self.workspace = replace(spec, kind="full", window=None)
+        self.workspace = self.encoder.workspace
 
     def make_norm(self, config: Any, context: LayerContext) -> Norm:
         return LayerNorm(context, config.hidden_size, config.layer_norm_eps)
@@ -301,19 +265,19 @@ class EncoderDecoder(Decoder):
         norms = [self.make_norm(config, context) for _ in range(3)]
         attention = self.make_attention(index, config, context)
         cross = self.make_cross_attention(index, config, context)
-        return CrossDecoderLayer(config.norm_first, attention, cross, make_mlp(config, context), norms)
+        return CrossDecoderLayer(config.norm_first, attention, cross, make_feed_forward(config, context), norms)
 
     def make_encoder(self, config: EncoderDecoderConfig, context: LayerContext) -> EncoderStack:
         encoder = config.encoder
-        layer_class = PreNormLayer if config.norm_first else EncoderLayer
+        layer_class: type[PreNormLayer] = EncoderPreNormLayer if config.norm_first else EncoderLayer
         layers = []
         for index in range(encoder.num_layers):
-            norms: list[Any] = [self.make_norm(encoder, context) for _ in range(2)]
+            norms = [self.make_norm(encoder, context) for _ in range(2)]
             attention = self.make_encoder_attention(index, encoder, context)
-            layers.append(layer_class(attention, make_mlp(encoder, context), norms))
+            layers.append(layer_class(attention, make_feed_forward(encoder, context), norms))
         first = self.make_norm(encoder, context) if config.embedding_norm else None
         last = self.make_norm(encoder, context) if config.final_norm else None
-        return EncoderStack(config, context, layers, [first, last])
+        return EncoderStack(encoder, context, layers, [first, last])
 
     @classmethod
     def prepare_input(cls, config: ModelConfig, kind: str, payload: bytes) -> np.ndarray:
@@ -326,7 +290,8 @@ class EncoderDecoder(Decoder):
         return self.embed_tokens(inputs)
 
     def encode(self, inputs: Array, batch: ForwardBatch, workspace: LayerCache, kv_caches: list[LayerCache]) -> Array:
-        states = self.encoder(self.embed_input(inputs), batch, workspace)
+        states = self.encoder(self.embed_input(inputs), batch, itertools.repeat(workspace))
+        states = states if self.encoder.norm is None else self.encoder.norm(states)
         for layer, cache in zip(self.layers, kv_caches, strict=True):
             assert isinstance(layer, CrossDecoderLayer)
             layer.cross_attention.write(states, cache, batch)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.errors import ConfigError
 from octavo.core.model_config import ImageFacts, ModelConfig, RopeConfig
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Array, AttentionSpec, LayerCache
@@ -27,12 +27,11 @@ from octavo.models.config_files import (
     fields_of,
     read_rope,
     read_windows,
-    refuse_activations,
     shape_fields,
 )
 from octavo.models.decoder import Decoder, DecoderLayer
 from octavo.models.llama import LlamaLayer
-from octavo.models.network import tower_context
+from octavo.models.network import Tower
 from octavo.models.vision import VIT_NAMES, Projection, VisionTransformer, VitConfig, VitTower, read_pixels, read_siglip
 
 
@@ -84,9 +83,8 @@ class GemmaForCausalLM(Decoder):
         raw["hidden_act"] = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
         reader = replace(reader, raw=_DEFAULTS[architecture] | raw)
         # "gelu" in the first Gemma's files means what it was trained with, which is by tanh.
-        refuse_activations(reader, "gelu_pytorch_tanh", *(["gelu"] if architecture == "GemmaForCausalLM" else []))
-        if reader.flag("use_bidirectional_attention"):
-            raise UnsupportedModelError("use_bidirectional_attention=true is not supported: attention is causal")
+        reader.only("hidden_act", "gelu_pytorch_tanh", *(["gelu"] if architecture == "GemmaForCausalLM" else []))
+        reader.only("use_bidirectional_attention", False)
         fields = shape_fields(reader)
         rope, local_rope = _ropes(reader)
         return GemmaConfig(
@@ -230,10 +228,8 @@ class Gemma3ForConditionalGeneration(GemmaForCausalLM):
         *GemmaForCausalLM.checkpoint_map,
     )
 
-    def __init__(self, config: GemmaConfig, context: LayerContext) -> None:
-        super().__init__(config, context)
-        if self.is_first and isinstance(config, Gemma3Config):
-            self.tower = self.attach("tower", Gemma3Tower(config, tower_context(context)))
+    def make_tower(self, config: GemmaConfig, context: LayerContext) -> Tower | None:
+        return Gemma3Tower(config, context) if isinstance(config, Gemma3Config) else None
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -241,12 +237,9 @@ class Gemma3ForConditionalGeneration(GemmaForCausalLM):
         table = reader.table("vision_config")
         if not table:
             return text
-        kind = table.get("model_type") or "siglip_vision_model"
-        if kind != "siglip_vision_model":
-            raise UnsupportedModelError(
-                f"{reader.file}: vision_config has model_type {kind!r}; supported: siglip_vision_model"
-            )
-        vision = replace(read_siglip(replace(reader, raw=table)), normalisation=read_pixels(reader, "gemma3"))
+        inside = replace(reader, raw=table)
+        inside.only("model_type", "siglip_vision_model")
+        vision = replace(read_siglip(inside), normalisation=read_pixels(reader, "gemma3"))
         tokens = reader.positive("mm_tokens_per_image", 256)
         side = math.isqrt(tokens)
         if side * side != tokens or vision.side % side:

@@ -14,7 +14,6 @@ from octavo.kernels.interface import Activation, Array, AttentionSpec, LayerCach
 from octavo.layers.attention import Attention, alibi_slopes
 from octavo.layers.layer import LayerContext, LayerNorm
 from octavo.layers.linear import RowParallelLinear
-from octavo.layers.mlp import MLP, GatedMLP
 from octavo.layers.vocabulary import PositionEmbedding
 from octavo.models.checkpoint import (
     CheckpointEntry,
@@ -27,9 +26,8 @@ from octavo.models.checkpoint import (
     transpose,
     ungroup_heads,
 )
-from octavo.models.config_files import ConfigReader, decoder_fields, read_activation, refuse_activations, rotary_fields
-from octavo.models.decoder import Decoder, DecoderLayer
-from octavo.models.llama import make_mlp
+from octavo.models.config_files import ConfigReader, decoder_fields, read_activation, rotary_fields
+from octavo.models.decoder import Decoder, DecoderLayer, PostNormLayer, PreNormLayer, make_feed_forward
 
 #: Old checkpoints hold masks and rotary tables; those with tied embeddings may hold the head too.
 GPT_NAMES: tuple[CheckpointEntry, ...] = (
@@ -67,34 +65,15 @@ class GPTConfig(ModelConfig):
     position_offset: int = 0
     alibi_factor: float = 1.0
     layout: Literal["sequential", "parallel", "parallel, two norms"] = "sequential"
-    #: A gated MLP with silu; else two matrices with ``activation`` between them.
     gated_mlp: bool = False
     norm_bias: bool = True
 
 
-class GPTLayer(DecoderLayer):
-    """Attention and a feed-forward network, each added to the residual stream x; ``config.layout`` says how.
-
-    - sequential: x + attention(norm(x)), and then x + mlp(other_norm(x)) of the sum.
-    - parallel: x + attention(norm(x)) + mlp(norm(x)).
-    - parallel, two norms: x + attention(norm(x)) + mlp(other_norm(x)).
-    """
-
-    def __init__(self, config: GPTConfig, attention: Attention, mlp: MLP | GatedMLP, norms: list[LayerNorm]) -> None:
-        """``norms``: one, or two where the layout has two."""
-        super().__init__()
-        self.is_sequential = config.layout == "sequential"
-        self.attention_norm = self.mlp_norm = self.attach("input_layernorm", norms[0])
-        self.attention = self.attach("self_attn", attention)
-        if len(norms) > 1:
-            self.mlp_norm = self.attach("post_attention_layernorm", norms[1])
-        self.mlp = self.attach("mlp", mlp)
+class ParallelLayer(PreNormLayer):
+    """x + attention(norm(x)) + mlp(other_norm(x)); with one norm, both read the same."""
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         x = self.attention_norm(residual)
-        if self.is_sequential:
-            residual = self.attention.add_to(residual, x, cache, batch)
-            return self.mlp.add_to(residual, self.mlp_norm(residual))
         y = x if self.mlp_norm is self.attention_norm else self.mlp_norm(residual)
         return self.mlp.add_to(self.attention.add_to(residual, x, cache, batch), y)
 
@@ -112,16 +91,11 @@ class GPTDecoder(Decoder):
 
     def make_layer(self, index: int, config: Any, context: LayerContext) -> DecoderLayer:
         attention = self.make_attention(index, config, context)
-        mlp: MLP | GatedMLP
-        if config.gated_mlp:
-            mlp = make_mlp(config, context)
-        else:
-            mlp = MLP(context, config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
         norms = [self.make_norm(config, context) for _ in range(1 if config.layout == "parallel" else 2)]
-        return self.layer_class(config)(config, attention, mlp, norms)
+        return self.layer_class(config)(attention, make_feed_forward(config, context), norms)
 
-    def layer_class(self, config: Any) -> type[GPTLayer]:
-        return GPTLayer
+    def layer_class(self, config: Any) -> type[PreNormLayer]:
+        return PreNormLayer if config.layout == "sequential" else ParallelLayer
 
     def make_attention(self, index: int, config: Any, context: LayerContext) -> Attention:
         slopes = rotary = None
@@ -164,8 +138,7 @@ class GPT2LMHeadModel(GPTDecoder):
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         reader = reader.with_defaults(tie_word_embeddings=True, scale_attn_weights=True)
-        if reader.flag("add_cross_attention"):
-            raise UnsupportedModelError(f"{reader.file}: add_cross_attention is not supported: there is no encoder")
+        reader.only("add_cross_attention", False)
         positions = reader.positive("n_positions", 1024)
         fields = decoder_fields(reader, hidden="n_embd", layers="n_layer", heads="n_head", bias=True)
         return GPT2Config(
@@ -269,8 +242,7 @@ class PhiForCausalLM(GPTDecoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        if reader.flag("qk_layernorm"):
-            raise UnsupportedModelError(f"{reader.file}: qk_layernorm=true is not supported")
+        reader.only("qk_layernorm", False)
         reader = reader.with_defaults(partial_rotary_factor=0.5, max_position_embeddings=2048)
         fields = decoder_fields(reader, kv_heads="num_key_value_heads", bias=True)
         return GPTConfig(
@@ -309,9 +281,8 @@ class StableLmForCausalLM(GPTDecoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        refuse_activations(reader, "silu", "swish")
-        if reader.flag("qk_layernorm"):
-            raise UnsupportedModelError(f"{reader.file}: qk_layernorm=true (StableLM 2 12B) is not supported")
+        reader.only("hidden_act", "silu", "swish")
+        reader.only("qk_layernorm", False)  # StableLM 2 12B
         reader = reader.with_defaults(partial_rotary_factor=0.25)
         fields = decoder_fields(reader, kv_heads="num_key_value_heads")
         return GPTConfig(
@@ -319,6 +290,7 @@ class StableLmForCausalLM(GPTDecoder):
             intermediate_size=reader.positive("intermediate_size"),
             qkv_bias=reader.flag("use_qkv_bias"),
             gated_mlp=True,
+            activation="silu",
             layout="parallel" if reader.flag("use_parallel_residual") else "sequential",
             layer_norm_eps=reader.number("layer_norm_eps", 1e-5),
             **rotary_fields(reader, fields["head_dim"]),
@@ -332,7 +304,7 @@ class BloomConfig(GPTConfig):
     residual_after_norm: bool = False
 
 
-class NormedResidualLayer(GPTLayer):
+class NormedResidualLayer(PreNormLayer):
     """norm(x) + attention(norm(x)), and then other_norm(x) + mlp(other_norm(x)) of the sum."""
 
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
@@ -355,8 +327,8 @@ class BloomForCausalLM(GPTDecoder):
             *split_by_kv_head(config),
         )
 
-    def layer_class(self, config: BloomConfig) -> type[GPTLayer]:
-        return NormedResidualLayer if config.residual_after_norm else GPTLayer
+    def layer_class(self, config: BloomConfig) -> type[PreNormLayer]:
+        return NormedResidualLayer if config.residual_after_norm else PreNormLayer
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -443,14 +415,6 @@ class PlainLayerNorm(LayerNorm):
         self.holds.clear()
 
 
-class PostNormLayer(GPTLayer):
-    """norm(x + attention(x)), and then other_norm(x + mlp(x)) of that."""
-
-    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        residual = self.attention_norm.float32(self.attention.add_to(residual, residual, cache, batch))
-        return self.mlp_norm.float32(self.mlp.add_to(residual, residual))
-
-
 class OPTForCausalLM(GPTDecoder):
     """OPT (Zhang et al. 2022): ReLU, narrower embeddings or post-norms in some sizes. Galactica: without biases."""
 
@@ -477,8 +441,8 @@ class OPTForCausalLM(GPTDecoder):
     def embedding_size(self, config: OPTConfig) -> int:
         return config.embedding_size
 
-    def layer_class(self, config: OPTConfig) -> type[GPTLayer]:
-        return GPTLayer if config.norm_first else PostNormLayer
+    def layer_class(self, config: OPTConfig) -> type[PreNormLayer]:
+        return PreNormLayer if config.norm_first else PostNormLayer
 
     def make_norm(self, config: OPTConfig, context: LayerContext) -> LayerNorm:
         norm = LayerNorm if config.norm_weights else PlainLayerNorm
@@ -542,9 +506,8 @@ class CohereForCausalLM(GPTDecoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        refuse_activations(reader, "silu", "swish")
-        if reader.flag("use_qk_norm"):
-            raise UnsupportedModelError(f"{reader.file}: use_qk_norm=true (Command R+) is not supported")
+        reader.only("hidden_act", "silu", "swish")
+        reader.only("use_qk_norm", False)  # Command R+
         reader = reader.with_defaults(tie_word_embeddings=True, rope_theta=500000.0, max_position_embeddings=8192)
         fields, bias = decoder_fields(reader, kv_heads="num_key_value_heads"), reader.flag("attention_bias")
         fields |= rotary_fields(reader, fields["head_dim"])
@@ -556,6 +519,7 @@ class CohereForCausalLM(GPTDecoder):
             qkv_bias=bias,
             o_bias=bias,
             gated_mlp=True,
+            activation="silu",
             norm_bias=False,
             layout="parallel",
             layer_norm_eps=reader.number("layer_norm_eps", 1e-5),

@@ -19,7 +19,7 @@ from octavo.layers.layer import LayerContext
 from octavo.models.checkpoint import Rename
 from octavo.models.config_files import ConfigReader, fields_of
 from octavo.models.llama import LlamaForCausalLM
-from octavo.models.network import tower_context
+from octavo.models.network import Tower
 from octavo.models.vision import (
     TEXT_NAMES,
     VIT_NAMES,
@@ -91,10 +91,8 @@ class Idefics3ForConditionalGeneration(LlamaForCausalLM):
         *TEXT_NAMES,
     )
 
-    def __init__(self, config: Idefics3Config, context: LayerContext) -> None:
-        super().__init__(config, context)
-        if self.is_first:
-            self.tower = self.attach("tower", Idefics3Tower(config, tower_context(context)))
+    def make_tower(self, config: Idefics3Config, context: LayerContext) -> Tower:
+        return Idefics3Tower(config, context)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Array, AttentionSpec, LayerCache, RoutingSpec
@@ -18,11 +18,10 @@ from octavo.models.config_files import (
     longest_context,
     read_rope,
     read_windows,
-    refuse_activations,
     rotary_fields,
     shape_fields,
 )
-from octavo.models.decoder import Decoder, DecoderLayer
+from octavo.models.decoder import Decoder, DecoderLayer, PreNormLayer
 
 
 class LlamaForCausalLM(Decoder):
@@ -43,7 +42,7 @@ class LlamaForCausalLM(Decoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        refuse_activations(reader, "silu", "swish")
+        reader.only("hidden_act", "silu", "swish")
         is_qwen3, rope = architecture == "Qwen3ForCausalLM", read_rope(reader)
         fields = shape_fields(reader, 128 if is_qwen3 else None)
         # Qwen2 has biases of q, k and v only, Mistral has none.
@@ -62,9 +61,7 @@ class LlamaForCausalLM(Decoder):
         )
 
 
-class LlamaLayer(DecoderLayer):
-    """x + attention(norm(x)), and then x + mlp(norm(x)) of the sum."""
-
+class LlamaLayer(PreNormLayer):
     def __init__(
         self,
         config: ModelConfig,
@@ -73,16 +70,7 @@ class LlamaLayer(DecoderLayer):
         mlp: GatedMLP | SparseMoE,
         norm: type[RMSNorm] = RMSNorm,
     ) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = self.attach("input_layernorm", norm(context, hidden, eps))
-        self.attention = self.attach("self_attn", attention)
-        self.mlp_norm = self.attach("post_attention_layernorm", norm(context, hidden, eps))
-        self.mlp = self.attach("mlp", mlp)
-
-    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        residual = self.attention.add_to(residual, self.attention_norm(residual), cache, batch)
-        return self.mlp.add_to(residual, self.mlp_norm(residual))
+        super().__init__(attention, mlp, [norm(context, config.hidden_size, config.rms_norm_eps) for _ in range(2)])
 
 
 def make_mlp(config: ModelConfig, context: LayerContext) -> GatedMLP:
@@ -171,7 +159,7 @@ class Phi3ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        refuse_activations(reader, "silu", "swish")
+        reader.only("hidden_act", "silu", "swish")
         scaling = reader.table("rope_scaling")
         if scaling.get("type") in ("su", "yarn"):  # names of LongRoPE in older files
             reader = replace(reader, raw={**reader.raw, "rope_scaling": {**scaling, "type": "longrope"}})
@@ -234,8 +222,7 @@ class MixtureForCausalLM(LlamaForCausalLM):
         base = super().read_config("LlamaForCausalLM", reader)
         values = fields_of(base)
         qwen, qwen2 = architecture.startswith("Qwen"), architecture == "Qwen2MoeForCausalLM"
-        if reader.raw.get("clip_qkv") is not None:
-            raise UnsupportedModelError(f"clip_qkv={reader.raw['clip_qkv']!r} is not supported; supported: null")
+        reader.only("clip_qkv", None)
         experts = reader.positive("num_local_experts" if "num_local_experts" in reader.raw else "num_experts")
         chosen = reader.positive("num_experts_per_tok")
         if chosen > experts:

@@ -17,7 +17,7 @@ from octavo.layers.linear import MergedColumnParallelLinear
 from octavo.models.checkpoint import Rename
 from octavo.models.config_files import ConfigReader, fields_of, read_activation
 from octavo.models.llama import LlamaForCausalLM
-from octavo.models.network import TowerInput, tower_context
+from octavo.models.network import Tower, TowerInput
 from octavo.models.vision import (
     TEXT_NAMES,
     VIT_NAMES,
@@ -79,10 +79,8 @@ class LlavaForConditionalGeneration(LlamaForCausalLM):
         *TEXT_NAMES,
     )
 
-    def __init__(self, config: LlavaConfig, context: LayerContext) -> None:
-        super().__init__(config, context)
-        if self.is_first:
-            self.tower = self.attach("tower", LlavaTower(config, tower_context(context)))
+    def make_tower(self, config: LlavaConfig, context: LayerContext) -> Tower:
+        return LlavaTower(config, context)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -95,12 +93,7 @@ class LlavaForConditionalGeneration(LlamaForCausalLM):
         token = reader.positive(reader.named("image_token_id", "image_token_index"), 32000)
         fields["image_facts"] = ImageFacts("llava", token)
         inside = replace(reader, raw=reader.table("vision_config") or dict(_VISION))
-        kind = inside.raw.get("model_type") or "clip_vision_model"
-        if kind not in ("clip_vision_model", "siglip_vision_model"):
-            raise UnsupportedModelError(
-                f"{reader.file}: vision_config has model_type {kind!r}; supported: clip_vision_model, "
-                "siglip_vision_model"
-            )
+        kind = inside.only("model_type", "clip_vision_model", "siglip_vision_model")
         config = read_clip(inside) if kind == "clip_vision_model" else replace(read_siglip(inside), post_norm=False)
         layer = reader.raw.get("vision_feature_layer", -2)
         if not isinstance(layer, int) or isinstance(layer, bool):

@@ -24,7 +24,7 @@ from octavo.layers.rope import RotaryRows, rotary_values
 from octavo.models.checkpoint import CheckpointEntry, Pairs, Rename, Shapes, Split, Tensor, has_values, without_values
 from octavo.models.config_files import ConfigReader, fields_of, read_activation
 from octavo.models.llama import LlamaForCausalLM, LlamaLayer
-from octavo.models.network import Tower, TowerInput, tower_context
+from octavo.models.network import Tower, TowerInput
 from octavo.models.vision import TEXT_NAMES, PatchEmbedding, Projection, patch_places, patch_rows, read_pixels
 
 #: Most lines or columns of patches: more than a processor's largest ratio of sides allows.
@@ -238,10 +238,8 @@ class Qwen25VLConfig(ModelConfig):
 class Qwen25VLForConditionalGeneration(LlamaForCausalLM):
     checkpoint_map = (*QWEN_VISION_NAMES, *TEXT_NAMES)
 
-    def __init__(self, config: Qwen25VLConfig, context: LayerContext) -> None:
-        super().__init__(config, context)
-        if self.is_first:
-            self.tower = self.attach("tower", QwenTower(config.vision, tower_context(context)))
+    def make_tower(self, config: Qwen25VLConfig, context: LayerContext) -> Tower:
+        return QwenTower(config.vision, context)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import EncoderFacts, ModelConfig
 from octavo.kernels.interface import AttentionSpec
 from octavo.layers.attention import Attention, CrossAttention, RelativeBias
@@ -128,8 +127,7 @@ class T5ForConditionalGeneration(EncoderDecoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        if reader.raw.get("is_encoder_decoder") is False:
-            raise UnsupportedModelError(f"{reader.file}: is_encoder_decoder=false is not supported for {architecture}")
+        reader.only("is_encoder_decoder", True)
         kind = str(reader.raw.get("feed_forward_proj") or cls.default_mlp)
         # What is called gated-gelu is made with the tanh.
         name = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from octavo.core.dtypes import DType
-from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.files import JsonValues
 from octavo.core.model_config import ModelConfig
 from octavo.core.request import ImageInput
@@ -24,7 +24,7 @@ from octavo.layers.mlp import MLP
 from octavo.layers.vocabulary import PositionEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.config_files import ConfigReader, read_activation
-from octavo.models.encoder import EncoderConfig, PreNormLayer
+from octavo.models.encoder import EncoderConfig, EncoderPreNormLayer
 from octavo.models.llama import LlamaForCausalLM
 from octavo.models.network import Tower, TowerInput
 
@@ -204,11 +204,11 @@ class VisionTransformer(Layer):
         table = ClassPositionEmbedding if config.class_token else PositionEmbedding
         self.positions = self.attach("positions", table(context, config.rows, width))
         self.pre_norm = self.attach("pre_norm", self._norm(context)) if config.pre_norm else None
-        self.layers: list[PreNormLayer] = []
+        self.layers: list[EncoderPreNormLayer] = []
         for index in range(config.num_layers):
             attention = Attention(config, context, AttentionSpec(config.head_dim**-0.5, causal=False))
             mlp = MLP(context, width, config.intermediate_size, True, config.activation)
-            layer = PreNormLayer(attention, mlp, [self._norm(context), self._norm(context)])
+            layer = EncoderPreNormLayer(attention, mlp, [self._norm(context), self._norm(context)])
             self.layers.append(self.attach(f"layers.{index}", layer))
         self.post_norm = self.attach("post_norm", self._norm(context)) if config.post_norm else None
         self.kv_spec = self.layers[0].attention.kv_spec
@@ -298,18 +298,9 @@ TEXT_NAMES: tuple[CheckpointEntry, ...] = (
 def read_text_part(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The configuration of the language model, with ``architecture`` as that of the whole."""
     text = reader.table("text_config")
-    kind = str(text.get("model_type") or "llama")
-    if kind not in _ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"{reader.file}: text_config has model_type {kind!r}; {architecture} has one of {', '.join(_ARCHITECTURES)}"
-        )
+    kind = replace(reader, raw=text).only("model_type", *_ARCHITECTURES)
     whole = {name: reader.raw.get(name) for name in _OF_ALL}
     defaults = (_LLAMA if kind == "llama" else {}) | {name: value for name, value in whole.items() if value is not None}
     text_reader = replace(reader, raw=text).with_defaults(**defaults)
     config = LlamaForCausalLM.read_config(_ARCHITECTURES[kind], text_reader)
     return replace(config, architecture=architecture)
-
-
-def fields_of(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a configuration by name, to make a family's configuration from it."""
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 import msgspec
 
-from octavo.core.errors import OctavoError, SequenceError, reported_error
+from octavo.core.errors import InvalidRequestError, OctavoError, SequenceError, reported_error
 
 
 def end_with(other: Any, clean_up: Callable[[], object] = lambda: None) -> None:
@@ -60,15 +60,19 @@ def send_logs(level: int, send: Callable[[LogMessage], object]) -> None:
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """An exception in a child process: class name, message, and the sequence of a ``SequenceError``."""
+    """An exception in a child process: class name, message, and the data of two classes."""
 
     kind: str
     message: str
+    #: Of a ``SequenceError``.
     seq_id: int | None = None
+    #: Of an ``InvalidRequestError``.
+    data: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        return cls(type(error).__name__, str(error), getattr(error, "seq_id", None))
+        data = error.data if isinstance(error, InvalidRequestError) else None
+        return cls(type(error).__name__, str(error), getattr(error, "seq_id", None), data)
 
     @property
     def is_known(self) -> bool:
@@ -76,13 +80,10 @@ class Failure(msgspec.Struct, array_like=True):
         return type(self.error()).__name__ == self.kind
 
     def error(self) -> OctavoError:
-        error = reported_error(self.kind, self.message)
+        error = reported_error(self.kind, self.message, self.data)
         if isinstance(error, SequenceError):
             error.seq_id = self.seq_id
         return error
-
-
-# Starting processes.
 
 
 # Threads.

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from octavo.core.errors import ClientLimitError, ConfigError, InvalidRequestError, SandboxError
+from octavo.process.children import Failure
 from octavo.process.sandbox_process import Process, SandboxAnswer, SandboxCall
 
 NUM_PROCESSES = 3
@@ -220,11 +221,11 @@ class Sandbox:
 
 
 def encode_result(decode: Callable[[], object]) -> bytes:
-    """In the sandbox: a result, or its error message and whether the server is to blame; for ``read_result``."""
+    """In the sandbox: a result, or the failure of the request or of the server; for ``read_result``."""
     try:
-        return msgspec.msgpack.encode((decode(), "", False))
+        return msgspec.msgpack.encode((decode(), None))
     except (InvalidRequestError, ConfigError) as e:
-        return msgspec.msgpack.encode((None, str(e), isinstance(e, ConfigError)))
+        return msgspec.msgpack.encode((None, Failure.of(e)))
 
 
 def read_result(
@@ -237,10 +238,10 @@ def read_result(
             "memory": "needs too much memory to be decoded",
             "depth": "cannot be decoded: its decoder failed",
         }.get(answer.failure, f"cannot be decoded: {answer.details}")
-        raise error(f"{name} {reason}; {advice}")
-    result_type: Any = tuple[kind | None, str, bool]  # type: ignore[valid-type]
-    result, message, is_config = msgspec.msgpack.decode(answer.content, type=result_type)
-    if message:
-        raise ConfigError(message) if is_config else error(message)
+        raise error(f"{reason}; {advice}", path=name)
+    result_type: Any = tuple[kind | None, Failure | None]  # type: ignore[valid-type]
+    result, failure = msgspec.msgpack.decode(answer.content, type=result_type)
+    if failure is not None:
+        raise failure.error()
     decoded: T = result
     return decoded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -28,6 +29,20 @@ def start_process(
         process_group=0,  # Ctrl-C is for the parent alone, even before the child ignores it
         **options,
     )
+
+
+#: Seconds until a killed process has ended.
+_END_TIMEOUT = 5.0
+
+
+def end_process(process: subprocess.Popen[bytes], grace: float = 0.0) -> None:
+    """Waits for the end of a process, which is killed after ``grace`` seconds."""
+    try:
+        process.wait(grace)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a call of a driver cannot be killed
+            process.wait(_END_TIMEOUT)
 
 
 #: Signals from people and supervisors; processes do not send them to themselves.

@@ -55,6 +55,15 @@ class CacheEngine:
         # The system gives memory to a host block when the first swap writes it.
         self._host = self._layers.make_host(self._host_blocks)
 
+    @property
+    def network_caches(self) -> list[LayerCache]:
+        """The layers of the network."""
+        return self._layers.split(self.device)[0]
+
+    @property
+    def drafter_caches(self) -> list[LayerCache]:
+        return self._layers.split(self.device)[1]
+
     def release(self) -> None:
         """Frees all blocks, and loses their content, until ``allocate``."""
         self.finish_swaps()
@@ -82,8 +91,8 @@ class CacheEngine:
     def _of_group(self, caches: list[LayerCache], group: int) -> list[LayerCache]:
         return caches if len(self._first) == 1 else [cache for cache in caches if cache.group == group]
 
-    def computes_over(self, tables: NDArray[np.int32]) -> None:
-        """Called before the step whose blocks were moved last, with its block tables [G, S, B]."""
+    def computes_over(self, tables: NDArray[np.int32], cross_tables: NDArray[np.int32]) -> None:
+        """Called before the step whose blocks were moved last, with its block tables [G, S, B] and [X, C]."""
 
     def take_swaps(self) -> list[tuple[int, float]]:
         """Returns bytes and seconds of each swap that has ended since the last call."""
@@ -198,8 +207,8 @@ class KVLayers:
     def make_workspace(self) -> LayerCache:
         """The cache that the layers of the encoder share, in a group of its own behind the others."""
         assert self._workspace is not None
-        shared = LayerGroup(self._workspace.spec, (0,))
-        cache = self.kernels.make_cache([shared], [self._workspace.blocks], self._block_size)[0]
+        spec, blocks = self._workspace.spec, self._workspace.blocks
+        cache = self.kernels.make_group_cache(spec, 1, blocks, self._block_size)[0]
         cache.group = len(self.groups)
         return cache
 

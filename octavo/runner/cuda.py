@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class CudaDevice(Device):
         peak = measure_peak(step.run, self._memory)
         peak += step.graph_bytes(lambda: in_use(self._memory))
         total = self._memory.total()
-        size = memory.gpu_cache_size(layout, self._options, total, peak, max_model_len, position_bytes)
+        size = memory.cache_size(layout, self._options, total - peak, max_model_len, position_bytes, total)
         self._own_blocks = size.num_blocks
         return size
 
@@ -111,10 +111,11 @@ class CudaTimer:
 
 @dataclass(eq=False)
 class _Step:
-    """The blocks that a step copies, its block tables by group, and an event behind its work on the compute stream."""
+    """The blocks that a step copies and reads, and an event behind its work on the compute stream."""
 
     copied: list[int]
-    tables: NDArray[np.int32] | None = None
+    #: Block tables of each KV group, then those of cross attention, over blocks of the first group.
+    tables: list[NDArray[np.int32]] = field(default_factory=list)
     end: Any = None
 
 
@@ -170,9 +171,9 @@ class StreamedCacheEngine(CacheEngine):
             self._steps.append(_Step([block for pair in plan.blocks_to_copy for block in pair]))
         return seconds
 
-    def computes_over(self, tables: NDArray[np.int32]) -> None:
+    def computes_over(self, tables: NDArray[np.int32], cross_tables: NDArray[np.int32]) -> None:
         if self._steps:
-            self._steps[-1].tables = tables
+            self._steps[-1].tables = [*tables, cross_tables]
 
     def _swap(self, plan: StepPlan) -> SwapSeconds | None:
         begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
@@ -195,9 +196,8 @@ class StreamedCacheEngine(CacheEngine):
         used = np.zeros(sum(self._blocks), dtype=np.bool_)
         for step in self._steps:
             used[step.copied] = True
-            if step.tables is not None:
-                for first, table in zip(self._first, step.tables, strict=True):
-                    used[first + table.reshape(-1)] = True
+            for first, table in zip([*self._first, 0], step.tables, strict=False):
+                used[first + table.reshape(-1)] = True
         return bool(used[blocks].any())
 
     def take_swaps(self) -> list[tuple[int, float]]:

@@ -18,6 +18,7 @@ reported (``StepResult.draft_error``) and the step goes on without drafts.
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,8 +36,8 @@ from octavo.config.options import SpeculativeConfig
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
-from octavo.core.plan import StepPlan
-from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
+from octavo.core.plan import NewSequence, StepPlan, StepResult
+from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Array, LayerCache
 from octavo.layers.layer import LayerContext
 from octavo.loader.resolve import gguf_source, resolve_model, weight_quantization
@@ -52,11 +54,14 @@ from octavo.models.decoder import Decoder
 from octavo.models.eagle import EagleConfig, EagleHead, FeatureReader
 from octavo.models.network import Network, weight_bytes
 from octavo.runner.cache_engine import DraftedBlocks
-from octavo.runner.input_batch import InputBatch, StepInputs
-from octavo.sampling.sampler import Int64Array, Sampler
+from octavo.runner.input_batch import Int64Array, StepInputs, offsets_of
+from octavo.runner.row_feature import RowContext, RowFeature
 
 if TYPE_CHECKING:
-    from octavo.runner.device import Device
+    from octavo.runner.adapters import LoraPreparer
+    from octavo.runner.model_runner import QueuedStep
+
+logger = logging.getLogger("octavo")
 
 
 @dataclass(slots=True)
@@ -74,13 +79,14 @@ class Drafts:
                 self.tokens.setdefault(row, []).append(token)
 
 
-class WorkerDrafter(ABC):
+class WorkerDrafter(RowFeature, ABC):
     """A network that drafts. Rows are those of ``InputBatch``, whose tokens and block tables it reads."""
 
     #: Holds the drafter's weights; sleep mode moves them to host memory and back, or drops them.
     network: Network
     kv_specs: list[KVSpec]
     _source: DraftSource
+    _context: LayerContext
     #: The captured network, between ``capture`` and ``release``.
     _forward: Forward
 
@@ -99,53 +105,59 @@ class WorkerDrafter(ABC):
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
         """Runs its network eagerly; also on the largest batch, before ``start``, to measure memory."""
 
-    def start(
-        self, batch: InputBatch, sampler: Sampler, device: Device, largest: BatchSize, caches: Sequence[LayerCache]
-    ) -> None:
-        """Prepares for steps of at most this size; its own caches are in the order of ``kv_specs``."""
-        self._batch, self._sampler, self._device, self._largest = batch, sampler, device, largest
-        self._allocate(batch.tokens.num_rows, self._source.speculation.num_speculative_tokens, caches)
-        self.capture(caches)
+    def start(self, worker: RowContext) -> None:
+        super().start(worker)
+        self._batch, self._sampler, self._device = worker.batch, worker.sampler, worker.device
+        self._largest = worker.largest
+        self._allocate(self._batch.tokens.num_rows, self._source.speculation.num_speculative_tokens)
 
     @abstractmethod
-    def _allocate(self, num_rows: int, num_drafts: int, caches: Sequence[LayerCache]) -> None:
+    def _allocate(self, num_rows: int, num_drafts: int) -> None:
         """Allocates the state of rows, for drafts of up to ``num_drafts`` tokens."""
 
-    @abstractmethod
-    def capture(self, caches: Sequence[LayerCache]) -> None:
-        """Prepares for steps again, after a sleep: the caches are new, and so may be the weights."""
+    def capture(self) -> None:
+        caches = self.worker.cache.drafter_caches
+        self.network.extend_positions(self._largest.max_seq_len)
+        self._forward = self._context.kernels.capture(lambda batch: self.forward(batch, caches), self._largest)
 
     def release(self) -> None:
-        """Drops captured graphs, until ``capture``."""
         del self._forward
 
     def make_reader(self) -> FeatureReader | None:
         """Makes a reader of the model's residual stream, which becomes a part of the model's captured forward."""
         return None
 
-    def apply(self, plan: StepPlan) -> None:  # noqa: B027  not every drafter tracks blocks
-        """Called when the plan's moves are queued, and rows and block tables are changed."""
+    def change_plan(self, plan: StepPlan, result: StepResult) -> StepPlan:
+        """Drafts the tokens that the plan asks for: the plan with ``drafts``, and with their number in ``num_tokens``.
 
-    def after_step(  # noqa: B027  not every drafter needs the model's hidden states
-        self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Any | None
-    ) -> None:
-        """Called when a step's forward and its sampling are queued; the next step overwrites ``output``.
-
-        ``batch``: ``inputs`` on the device; ``output``: also with the features that ``make_reader``'s reader has read;
-        ``sampled``: int64, the tokens of the sampled rows, where the sampler has them; None: no sequence samples.
+        If the drafter raises, a single rank reports it and goes on; with several ranks the step fails, as the others
+        may have drafts.
         """
+        if not plan.num_drafts:
+            return plan
+        start = time.perf_counter()
+        seq_ids = {self._batch.row(seq_id): seq_id for seq_id in plan.num_drafts}
+        tokens: dict[int, list[int]] = {}
+        try:
+            drafts = self.draft({row: plan.num_drafts[seq_id] for row, seq_id in seq_ids.items()})
+        except Exception as e:
+            if self._context.tp_size > 1:
+                raise
+            logger.error("the drafter failed", exc_info=e)
+            result.draft_error = f"{type(e).__name__}: {e}"
+        else:
+            tokens = {seq_ids[row]: drafted for row, drafted in drafts.tokens.items()}
+            result.draft_catch_up_seconds = drafts.catch_up_seconds
+            result.draft_catch_up_tokens = drafts.catch_up_tokens
+        result.num_drafts = {seq_id: len(drafted) for seq_id, drafted in tokens.items()}
+        missing = {seq_id: count - result.num_drafts.get(seq_id, 0) for seq_id, count in plan.num_drafts.items()}
+        num_tokens = [n - missing.get(s, 0) for s, n in zip(plan.seq_ids, plan.num_tokens, strict=True)]
+        result.draft_seconds = time.perf_counter() - start
+        return msgspec.structs.replace(plan, num_tokens=num_tokens, drafts={**plan.drafts, **tokens})
 
     @abstractmethod
     def draft(self, counts: dict[int, int]) -> Drafts:
         """Drafts at most ``counts[row]`` (1 or more) tokens for each row, all tokens of which are known."""
-
-    @abstractmethod
-    def add(self, row: int) -> None:
-        """Gives the row to a new sequence; none of its tokens is computed."""
-
-    @abstractmethod
-    def fork(self, parent: int, child: int) -> None:
-        """Gives row ``child`` to a fork; its blocks are, or become, copies of the parent's."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +177,10 @@ class DraftSource:
             quantization = weight_quantization(self.options, context.kernels.name, self.config.quantization)
         return replace(context, quantization=quantization, max_loras=0, max_lora_rank=0, virtual_tokens=0)
 
-    def load(self, context: LayerContext, model: Network) -> WorkerDrafter:
-        return (EagleDrafter if isinstance(self.config, EagleConfig) else DraftModel)(self, context, model)
+    def load(self, context: LayerContext, model: Network, loras: LoraPreparer | None) -> WorkerDrafter:
+        if isinstance(self.config, EagleConfig):
+            return EagleDrafter(self, context, model, loras)
+        return DraftModel(self, context, model)
 
 
 def find_draft_source(options: EngineConfig, config: ModelConfig) -> DraftSource | None:
@@ -222,22 +236,21 @@ class DraftModel(WorkerDrafter):
         size = weight_bytes(self.network) / (1 << 30)
         return f"draft_model {self._source.options.model} ({self.config.architecture}){quantized}, {size:.2f} GiB"
 
-    def _allocate(self, num_rows: int, num_drafts: int, caches: Sequence[LayerCache]) -> None:
+    def _allocate(self, num_rows: int, num_drafts: int) -> None:
         self._largest = replace(self._largest, sampled=self._largest.sequences)
         #: Tokens of each row that are computed for certain, and the drafts behind them that were computed.
         self._num_computed = np.zeros(num_rows, np.int64)
         self._num_drafts = np.zeros(num_rows, np.int64)
         self._drafts = np.zeros((num_rows, num_drafts), np.int64)
         # Its layers may have blocks of several groups; then, or with windows, each row is computed anew.
-        groups = {cache.group for cache in caches}
+        groups = {cache.group for cache in self.worker.cache.drafter_caches}
         whole = all(spec.window is None for spec in self.kv_specs)
         self._blocks = DraftedBlocks(self._batch, groups.pop()) if len(groups) == 1 and whole else None
 
-    def capture(self, caches: Sequence[LayerCache]) -> None:
+    def capture(self) -> None:
         if self._blocks is not None:
             self._blocks.clear()
-        self.network.extend_positions(min(self._largest.max_seq_len, self.config.max_position))
-        self._forward = self._context.kernels.capture(lambda batch: self.forward(batch, caches), self._largest)
+        super().capture()
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
         kernels, network = self._context.kernels, self.network
@@ -245,16 +258,17 @@ class DraftModel(WorkerDrafter):
         hidden = network.forward(batch, list(caches))
         return ForwardOutput(hidden, network.logits(kernels.take_sampled(hidden, batch)))
 
-    def add(self, row: int) -> None:
+    def add(self, sequence: NewSequence, row: int) -> None:
         self._num_computed[row] = self._num_drafts[row] = 0
 
-    def apply(self, plan: StepPlan) -> None:
+    def change_plan(self, plan: StepPlan, result: StepResult) -> StepPlan:
         if self._blocks is not None:
             self._blocks.apply(plan)
+        return super().change_plan(plan, result)
 
-    def fork(self, parent: int, child: int) -> None:
+    def fork(self, parent: int, row: int) -> None:
         for state in (self._num_computed, self._num_drafts, self._drafts):
-            state[child] = state[parent]
+            state[row] = state[parent]
 
     def _computed(self, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
         """The number of leading tokens of each row whose entries are computed: never the last token."""
@@ -317,9 +331,9 @@ class DraftModel(WorkerDrafter):
 
     def _run(self, rows: Int64Array, starts: Int64Array, ends: Int64Array, sampled: NDArray[np.bool_]) -> Array:
         """Computes the tokens ``starts`` to ``ends`` of these rows: logits of the last token of ``sampled`` rows."""
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(ends - starts, out=offsets[1:])
-        inputs = self._batch.flatten(rows, starts, ends, offsets, offsets[1:][sampled] - 1, adapters=False)
+        offsets = offsets_of(ends - starts)
+        inputs = self._batch.flatten(rows, starts, ends, offsets, offsets[1:][sampled] - 1)
+        inputs.has_adapters = False
         logits = self._forward(self._device.to_device(inputs, ())).logits
         assert logits is not None
         return logits
@@ -333,8 +347,10 @@ class EagleDrafter(WorkerDrafter):
 
     network: EagleHead
 
-    def __init__(self, source: DraftSource, context: LayerContext, model: Network) -> None:
+    def __init__(self, source: DraftSource, context: LayerContext, model: Network, loras: LoraPreparer | None) -> None:
+        """``loras``: of the model's rows, as a head may use the model's own projection to logits."""
         assert isinstance(source.config, EagleConfig)
+        self._loras = loras
         self._source, self._config, self._context = source, source.config, source.context(context)
         self._kernels = context.kernels
         self.load(model)
@@ -359,16 +375,12 @@ class EagleDrafter(WorkerDrafter):
             self.network = load_head(self._source.folder, config, self._context)
         self.network.attach_target(model)
 
-    def _allocate(self, num_rows: int, num_drafts: int, caches: Sequence[LayerCache]) -> None:
+    def _allocate(self, num_rows: int, num_drafts: int) -> None:
         #: Maximum number of sampled rows of a sequence.
         self._window = num_drafts + 1
         #: Results at the sampled rows of each row's last step, and the number of known tokens before it; 0: none.
         self._results = self._kernels.zeros((num_rows * self._window, self._features.shape[1]), DType.FLOAT32)
         self._known = np.zeros(num_rows, np.int64)
-
-    def capture(self, caches: Sequence[LayerCache]) -> None:
-        self.network.extend_positions(self._largest.max_seq_len)
-        self._forward = self._kernels.capture(lambda batch: self.forward(batch, caches), self._largest)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
         self._kernels.adapters.begin(batch)
@@ -378,16 +390,16 @@ class EagleDrafter(WorkerDrafter):
     def make_reader(self) -> FeatureReader | None:
         return self.network.make_reader()
 
-    def add(self, row: int) -> None:
+    def add(self, sequence: NewSequence, row: int) -> None:
         self._known[row] = 0
 
-    def fork(self, parent: int, child: int) -> None:
-        self._known[child] = 0  # the child's next token is another one
+    def fork(self, parent: int, row: int) -> None:
+        self._known[row] = 0  # the child's next token is another one
 
-    def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, sampled: Any | None) -> None:
+    def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, step: QueuedStep) -> None:
         features = output.hidden if output.features is None else output.features
         self._kernels.put_rows(self._features, np.arange(len(features)), features)
-        tokens = self._next_tokens(inputs, batch, sampled)
+        tokens = self._next_tokens(inputs, None if step.sampled is None else step.sampled.sample.tokens)
         hidden = self._forward(replace(batch, token_ids=tokens)).hidden
         if not len(inputs.sampling):
             return
@@ -412,7 +424,7 @@ class EagleDrafter(WorkerDrafter):
         count = len(inputs.sampling)
         return count if inputs.drafted is None else int(inputs.drafted.counts[:count].sum())
 
-    def _next_tokens(self, inputs: StepInputs, batch: ForwardBatch, sampled: Any | None) -> Array:
+    def _next_tokens(self, inputs: StepInputs, sampled: Any | None) -> Array:
         """The token that follows each token of the step, int64 [T]; any token where the next one is not known yet."""
         if sampled is not None and inputs.all_sampled and inputs.forked is None:
             return self._kernels.as_token_ids(sampled)
@@ -440,8 +452,8 @@ class EagleDrafter(WorkerDrafter):
             places = table.num_tokens[rows] + number
             if number:
                 hidden = self._follow(rows, places, hidden)
-            slots = self._batch.adapters[rows]
-            self._kernels.adapters.use(self._kernels.wrap(slots) if (slots >= 0).any() else None)
+            if self._loras is not None:
+                self._loras.use(rows)
             logits, ids = self.network.logits(hidden), self.network.target_ids
             if ids is not None:
                 logits = self._kernels.scatter_columns(logits, ids, self._sampler.vocab_size)

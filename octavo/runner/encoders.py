@@ -1,55 +1,115 @@
-"""Encoders on the worker: of encoder-decoder networks (``ContextEncoder``), and of images (``ImagePreparer``)."""
+"""Encoders of encoder-decoder networks on a worker: their inputs, their outputs (contexts), and attention to these."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.config.kv_spec import LayerGroup
 from octavo.core.dtypes import DType
-from octavo.core.errors import ConfigError
-from octavo.core.plan import NewContext, NewSequence
-from octavo.core.request import Feature, Generate, ImageInput
-from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, make_batch
-from octavo.kernels.interface import Array, Kernels, LayerCache, PartedForward
+from octavo.core.errors import ConfigError, OctavoError
+from octavo.core.plan import NewContext, NewSequence, StepPlan, StepResult, TableChange
+from octavo.core.request import EncoderInput, Generate
+from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput, make_batch
+from octavo.kernels.interface import Array, LayerCache
 from octavo.layers.attention import CrossQueries
-from octavo.models.network import Network, Tower, TowerInput
-from octavo.runner.input_batch import Contexts, FlatInputs, StepInputs, flat_arrays
+from octavo.models.network import Network
+from octavo.models.registry import network_class
+from octavo.runner.input_batch import FlatInputs, Int64Array, StepInputs, flat_arrays, offsets_of, workspace_tables
 from octavo.runner.preparers import Preparer
+from octavo.runner.row_feature import RowContext, RowFeature
 
 if TYPE_CHECKING:
-    from octavo.runner.device import Device
     from octavo.runner.loaded_model import LoadedModel
     from octavo.runner.model_runner import QueuedStep
-    from octavo.runner.preparer_kinds import EncoderInputPreparer
     from octavo.runner.preparers import PreparerContext
 
 
-class ContextEncoder:
-    """Runs the encoder of an encoder-decoder network within a step.
+class EncoderInputPreparer(Preparer):
+    """Prepares an encoder's inputs on the host: token ids of text, int64 [T]; features of sound, float32 [T, E]."""
 
-    It writes keys and values of the encoder's output into the blocks of contexts. Owns the captured encoder, its
-    workspace and the memory of its features.
+    def __init__(self, context: PreparerContext) -> None:
+        super().__init__()
+        self._config = context.config
+        self._network: type[Network] = network_class(context.config.architecture)
+
+    def prepare(self, payload: bytes) -> np.ndarray:
+        source = msgspec.msgpack.decode(payload, type=EncoderInput)
+        prepared = self._network.prepare_input(self._config, source.kind, source.payload)
+        if len(prepared) != source.num_tokens:
+            raise RuntimeError(f"the encoder's input has {len(prepared)} positions, not {source.num_tokens}")
+        return prepared
+
+    def message(self, payload: bytes, error: Exception) -> str:
+        return str(error) if isinstance(error, OctavoError) else super().message(payload, error)
+
+
+class Contexts(RowFeature):
+    """The encoder outputs (contexts) that rows attend to. A context keeps its place until a plan forgets it.
+
+    The encoder runs within the first step that has a context, and writes its keys and values into the context's blocks.
+    Owns the captured encoder, its workspace and the memory of its features.
     """
 
-    def __init__(self, loaded: LoadedModel, inputs: EncoderInputPreparer, contexts: Contexts, size: BatchSize) -> None:
-        self._loaded, self._inputs, self._contexts, self._size = loaded, inputs, contexts, size
-        facts = loaded.config.encoder_facts
-        assert facts is not None
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded, self._inputs = loaded, loaded.encoder_inputs
+
+    def start(self, worker: RowContext) -> None:
+        super().start(worker)
+        loaded, rows = self._loaded, self._loaded.options.max_num_seqs
+        facts, longest = loaded.config.encoder_facts, loaded.config.longest_input(worker.max_model_len)
+        assert facts is not None and longest is not None
+        self._block_size = loaded.options.block_size
+        self._tables = np.zeros((rows, -(-longest // self._block_size)), np.int32)
+        self._lens = np.zeros(rows, np.int32)
+        self._places: dict[int, int] = {}
+        self._free = list(range(rows - 1, -1, -1))
+        #: The place of each row's context.
+        self._of_row = np.zeros(rows, np.int64)
+        self._size = loaded.largest_encoding(worker.max_model_len)
         self._features: Any = None
         if facts.feature_width is not None:
-            self._features = loaded.kernels.zeros((size.tokens, facts.feature_width), DType.FLOAT32)
+            self._features = loaded.kernels.zeros((self._size.tokens, facts.feature_width), DType.FLOAT32)
         self._workspace = loaded.layers.make_workspace()
         self._forward: Forward | None = None
 
-    def capture(self, caches: list[LayerCache]) -> None:
+    def begin(self, plan: StepPlan) -> None:
+        for context_id in plan.forget:  # most ids are those of sequences
+            if (place := self._places.pop(context_id, None)) is not None:
+                self._free.append(place)
+        for context in plan.contexts:
+            place = self._places[context.context_id] = self._free.pop()
+            self._lens[place] = context.num_tokens
+
+    def add(self, sequence: NewSequence, row: int) -> None:
+        if sequence.context is None:
+            raise RuntimeError("the network attends to an encoder's output, but a sequence names none")
+        self._of_row[row] = self._places[sequence.context]
+
+    def fork(self, parent: int, row: int) -> None:
+        self._of_row[row] = self._of_row[parent]
+
+    def change_table(self, change: TableChange) -> bool:
+        place = self._places.get(change.seq_id)
+        if place is None:
+            return False
+        self._tables[place, change.index : change.index + len(change.blocks)] = change.blocks
+        return True
+
+    def add_arrays(self, inputs: FlatInputs, rows: Int64Array, starts: Int64Array) -> None:
+        places = self._of_row[rows]
+        inputs.arrays["cross_lens"] = lens = self._lens[places]
+        longest = -(-int(lens.max(initial=0)) // self._block_size)
+        inputs.arrays["cross_tables"] = np.ascontiguousarray(self._tables[places, :longest])
+
+    def capture(self) -> None:
         loaded, workspace, features = weakref.proxy(self._loaded), self._workspace, self._features
+        caches = self.worker.cache.network_caches
 
         def forward(batch: ForwardBatch) -> ForwardOutput:
             inputs = batch.token_ids if features is None else features[: len(batch.token_ids)]
@@ -60,35 +120,30 @@ class ContextEncoder:
     def release(self) -> None:
         self._forward = None
 
-    def encode(self, contexts: Sequence[NewContext]) -> None:
+    def change_plan(self, plan: StepPlan, result: StepResult) -> StepPlan:
         """Computes new contexts, whose inputs must be prepared."""
+        new = [(context, context.encode) for context in plan.contexts if context.encode is not None]
+        if new:
+            self._encode(sorted(new, key=lambda pair: pair[0].num_tokens > 1))  # as kernels want them
+        return plan
+
+    def _encode(self, contexts: Sequence[tuple[NewContext, str]]) -> None:
         assert self._forward is not None
-        contexts = sorted(contexts, key=lambda context: context.num_tokens > 1)  # as kernels want them
-        rows = [self._inputs.find(context.encode) for context in contexts if context.encode is not None]
+        rows = [self._inputs.find(key) for _, key in contexts]
         lens = np.array([len(values) for values in rows], np.int64)
         values = rows[0] if len(rows) == 1 else np.concatenate(rows)
         ids = values if self._features is None else np.zeros(len(values), np.int64)
         if self._features is not None:
             self._loaded.kernels.write(self._features[: len(values)], values)
-        tables = [self._contexts.table(context.context_id) for context in contexts]
-        self._forward(self._loaded.device.to_device(self._flatten(ids, lens, tables), ()))
+        places = [self._places[context.context_id] for context, _ in contexts]
+        self._forward(self.worker.device.to_device(self._flatten(ids, lens, self._tables[places]), ()))
 
-    def _flatten(
-        self, ids: NDArray[np.int64], lens: NDArray[np.int64], tables: Sequence[NDArray[np.int32]]
-    ) -> FlatInputs:
+    def _flatten(self, ids: Int64Array, lens: Int64Array, tables: NDArray[np.int32]) -> FlatInputs:
         """The batch of whole inputs: the first KV group is that of the decoder, the last is the workspace."""
-        size, count = self._contexts.block_size, len(ids)
-        offsets = np.zeros(len(lens) + 1, np.int64)
-        np.cumsum(lens, out=offsets[1:])
+        size, count = self._block_size, len(ids)
+        offsets, workspace = offsets_of(lens), workspace_tables(lens, size)
         positions = np.arange(count) - np.repeat(offsets[:-1], lens)
-        blocks = -(-lens // size)
-        first = np.cumsum(blocks) - blocks
-        longest = int(blocks.max())
-        workspace = (first[:, None] + np.arange(longest)).astype(np.int32)
-        padded = np.zeros_like(workspace)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = table
-        both = np.stack([padded, workspace])
+        both = np.stack([tables[:, : workspace.shape[1]], workspace])
         sequence = np.repeat(np.arange(len(lens)), lens)
         slots = both[:, sequence, positions // size].astype(np.int64) * size + positions % size
         arrays = flat_arrays(
@@ -102,12 +157,10 @@ class ContextEncoder:
             block_tables=both,
         )
         num_decodes = int((lens == 1).sum())
-        return FlatInputs(arrays, num_decodes, max_seq_len=int(lens.max()), all_sampled=False, has_adapters=False)
+        return FlatInputs(arrays, num_decodes, max_seq_len=int(lens.max()), all_sampled=False)
 
 
 # --- cross-attention weights (word timestamps of speech) --------------------------------------------------------------
-
-Caches = list[LayerCache]
 
 
 @dataclass(slots=True)
@@ -118,7 +171,7 @@ class _Aligned:
     parts: list[NDArray[np.float32]] = field(default_factory=list)
 
 
-class Alignment:
+class Alignment(RowFeature):
     """Computes cross-attention weights for the sequences that request them.
 
     Attention kernels return no weights, but sums of values. If the values are unit vectors, the sum is the weights
@@ -131,7 +184,7 @@ class Alignment:
         self._loaded = loaded
         self._held: dict[int, _Aligned] = {}
 
-    def add(self, sequence: NewSequence) -> None:
+    def add(self, sequence: NewSequence, row: int) -> None:
         task = sequence.task
         if not isinstance(task, Generate) or not task.alignment_heads:
             return
@@ -139,20 +192,20 @@ class Alignment:
             raise ConfigError(f"attention weights need all tokens, but {sequence.num_computed} are computed already")
         self._held[sequence.seq_id] = _Aligned(task.alignment_heads, sequence.num_prompt_tokens)
 
-    def forget(self, seq_id: int) -> None:
+    def forget(self, seq_id: int, row: int) -> None:
         self._held.pop(seq_id, None)
 
-    def compute(self, inputs: StepInputs, batch: ForwardBatch, step: QueuedStep, caches: Callable[[], Caches]) -> None:
+    def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, step: QueuedStep) -> None:
         """Takes the weights of the step's tokens; adds those of complete prompts to ``step``.
 
-        ``caches``: of the network's layers; they are written again, with the same bits.
+        The layers' KV entries are written again, with the same bits.
         """
         if not self._held:
             return
         places = {i: held for i, seq_id in enumerate(inputs.seq_ids) if (held := self._held.get(seq_id)) is not None}
         if not places:
             return
-        network, layers = self._loaded.network, caches()
+        network, layers = self._loaded.network, self.worker.cache.network_caches
         reader = _WeightReader(self._loaded, inputs, batch, layers, places)
         network.forward_layers(network.embed(batch.token_ids), batch, layers, reader)
         for i, held in places.items():
@@ -161,9 +214,9 @@ class Alignment:
                 continue
             weights, seq_id = np.concatenate(held.parts, axis=1), inputs.seq_ids[i]
             if np.isfinite(weights).all():
-                step.pooled[seq_id] = weights
+                step.extra(seq_id).pooled = weights.tobytes()
             else:
-                step.failed[seq_id] = "the attention weights are not finite (NaN or infinite)"
+                step.extra(seq_id).error = "the attention weights are not finite (NaN or infinite)"
 
 
 @dataclass(slots=True)
@@ -173,7 +226,7 @@ class _WeightReader:
     loaded: LoadedModel
     inputs: StepInputs
     batch: ForwardBatch
-    caches: Caches
+    caches: list[LayerCache]
     #: By index of the sequence in the step.
     places: dict[int, _Aligned]
     #: By index and layer: float32 [heads, tokens of the step, positions].
@@ -224,224 +277,3 @@ def attention_weights(
         part = kernels.to_numpy(joined).reshape(part.shape)[:, :, : len(numbers)]
         out[:, :, first : first + len(numbers)] = part.transpose(1, 0, 2)
     return out
-
-
-# --- images -----------------------------------------------------------------------------------------------------------
-
-#: Rows of the smallest captured tower; larger pieces are captured with twice as many, four times, and so on.
-_LEAST_ROWS = 64
-
-
-class TowerRunner:
-    """Runs a vision tower between steps, one piece of an image after the other, each in parts of milliseconds.
-
-    Owns the captured tower, its workspace and the memory of its rows, for the largest piece so far.
-    """
-
-    def __init__(self, tower: Tower, device: Device, kernels: Kernels, block_size: int) -> None:
-        self._tower, self._device, self._kernels, self._block_size = tower, device, kernels, block_size
-        self._size = BatchSize(0, 0, 0, 0, block_size)
-        self._rows: Array = None
-        self._forward: PartedForward | None = None
-
-    def begin(self, piece: TowerInput) -> None:
-        size = self._size
-        if len(piece.rows) > size.tokens or len(piece.segments) > size.sequences or self._forward is None:
-            self._forward = self._capture(piece)
-        assert self._forward is not None
-        self._kernels.write(self._rows[: len(piece.rows)], piece.rows)
-        self._forward.begin(self._device.to_device(self._flatten(piece), ()))
-
-    def advance(self, seconds: float) -> np.ndarray | None:
-        """Computes for about ``seconds``; the piece's features, float32 [N, E], when they are complete."""
-        assert self._forward is not None
-        output = self._forward.advance(seconds)
-        if output is None:
-            return None
-        return self._kernels.to_numpy(output.logits).astype(np.float32, copy=True)
-
-    def _capture(self, piece: TowerInput) -> PartedForward:
-        rows, segments = self._size.tokens or _LEAST_ROWS, self._size.sequences or 1
-        while rows < len(piece.rows):
-            rows *= 2
-        while segments < len(piece.segments):
-            segments *= 2
-        blocks = -(-rows // self._block_size)
-        self._size = BatchSize(rows, segments, rows, rows, self._block_size, 2, blocks, self._tower.rotary_axes)
-        self._rows = self._kernels.zeros((rows, self._tower.row_width), DType.FLOAT32)
-        # Each segment begins at a block.
-        caches = [self._workspace(0, blocks + segments), self._workspace(1, blocks)]
-        tower, values = weakref.proxy(self._tower), self._rows
-
-        def forward(batch: ForwardBatch) -> ForwardOutput:
-            features = tower.features(values[: len(batch.token_ids)], batch, caches)
-            return ForwardOutput(features, features)  # logits are the part of the output that the caller gets
-
-        return self._kernels.capture_parts(forward, self._size)
-
-    def _workspace(self, group: int, blocks: int) -> LayerCache:
-        cache = self._kernels.make_cache([LayerGroup(self._tower.workspace, (0,))], [blocks], self._block_size)[0]
-        cache.group = group
-        return cache
-
-    def _flatten(self, piece: TowerInput) -> FlatInputs:
-        size, count, lens = self._block_size, len(piece.rows), np.array(piece.segments, np.int64)
-        blocks = -(-lens // size)
-        first = np.cumsum(blocks) - blocks
-        whole = np.arange(-(-count // size), dtype=np.int32)
-        segments = (first[:, None] + np.arange(int(blocks.max()))).astype(np.int32)
-        tables = np.zeros((2, len(lens), max(len(whole), segments.shape[1])), np.int32)
-        tables[0, :, : segments.shape[1]] = segments
-        tables[1, :, : len(whole)] = whole
-        offsets = np.zeros(len(lens) + 1, np.int64)
-        np.cumsum(lens, out=offsets[1:])
-        within = np.arange(count) - np.repeat(offsets[:-1], lens)
-        arrays = flat_arrays(
-            count,
-            token_ids=np.zeros(count, np.int64),
-            positions=piece.positions,
-            slot_mapping=np.stack([np.repeat(first * size, lens) + within, np.arange(count)]),
-            sampled_rows=piece.feature_rows,
-            query_start_loc=offsets.astype(np.int32),
-            seq_lens=lens.astype(np.int32),
-            block_tables=tables,
-            cross_lens=np.full(len(lens), count, np.int32),
-            cross_tables=np.broadcast_to(whole, (len(lens), len(whole))).copy(),
-        )
-        if piece.rotary_positions is not None:
-            arrays["rotary_positions"] = piece.rotary_positions
-        return FlatInputs(arrays, 0, max_seq_len=int(lens.max()), all_sampled=False, has_adapters=False)
-
-
-@dataclass
-class _Job:
-    key: str
-    pieces: deque[TowerInput]
-    features: list[np.ndarray] = field(default_factory=list)
-
-
-class ImagePreparer(Preparer):
-    """Computes and keeps the features of images: float32 [features, E] each; nothing on a stage without tower."""
-
-    computes = True
-
-    def __init__(self, context: PreparerContext) -> None:
-        super().__init__()
-        # The context would keep the network alive.
-        self._device, self._kernels = context.device, context.layers.kernels
-        self._options, self._config = context.options, context.config
-        self._network: Network | None = context.network
-        self._jobs: deque[_Job] = deque()
-        self._runner: TowerRunner | None = None
-        #: Whether the runner has begun the first job's first piece.
-        self._has_begun = False
-
-    def reserved_bytes(self, free: int) -> int:
-        """About the memory of the tower for the largest piece, and that of ``image_cache_bytes`` of features."""
-        assert self._network is not None
-        tower, options = self._network.tower, self._options
-        if tower is None:
-            return 0
-        rows = 4 * (options.max_model_len or self._config.max_position)
-        if tower.max_rows is not None:
-            rows = min(rows, tower.max_rows)
-        width = tower.workspace.num_kv_heads * tower.workspace.head_dim
-        # Stream, norm, queries, keys, values, attention's output, and a feed-forward network of four times the width.
-        return 4 * rows * (tower.row_width + 14 * width) + options.image_cache_bytes
-
-    def prepare(self, payload: bytes) -> list[TowerInput]:
-        assert self._network is not None
-        tower = self._network.tower
-        return [] if tower is None else tower.prepare(ImageInput.decode(payload))
-
-    def keep(self, key: str, resource: list[TowerInput]) -> None:
-        self._jobs.append(_Job(key, deque(resource)))
-
-    def compute(self, seconds: float) -> str | None:
-        if not self._jobs:
-            return None
-        job = self._jobs[0]
-        if job.pieces:
-            if self._runner is None:
-                assert self._network is not None and self._network.tower is not None
-                self._runner = TowerRunner(self._network.tower, self._device, self._kernels, self._options.block_size)
-            runner = self._runner
-            if not self._has_begun:
-                runner.begin(job.pieces[0])
-                self._has_begun = True
-            features = runner.advance(seconds)
-            if features is None:
-                return None
-            job.features.append(features)
-            job.pieces.popleft()
-            self._has_begun = False
-        if job.pieces:
-            return None
-        self._jobs.popleft()
-        self._resources[job.key] = np.concatenate(job.features) if job.features else np.zeros((0, 0), np.float32)
-        return job.key
-
-    def drop(self, key: str) -> None:
-        if self._resources.pop(key, None) is None:
-            self._has_begun = self._has_begun and self._jobs[0].key != key
-            self._jobs = deque(job for job in self._jobs if job.key != key)
-
-    def find(self, key: str) -> np.ndarray:
-        if key not in self._resources:
-            raise RuntimeError(f"the features of {key} are not there")
-        features: np.ndarray = self._resources[key]
-        return features
-
-    def release(self) -> None:
-        """Drops the captured tower, as weights may move; a piece that has begun starts again."""
-        self._runner, self._has_begun = None, False
-
-    def detach(self) -> None:
-        self.release()
-        self._network = None
-
-    def attach(self, network: Network) -> None:
-        self._network = network
-
-
-class ImageTokens:
-    """Embeds the tokens that stand for image features.
-
-    Each step writes the features into rows of the table of virtual tokens, and gives the tokens the ids of these rows.
-    """
-
-    def __init__(self, images: ImagePreparer, vocab_size: int, first_row: int) -> None:
-        """``first_row``: of the virtual tokens that are reserved for images."""
-        self._images, self._vocab_size, self._first_row = images, vocab_size, first_row
-        #: By sequence id, in the order of offsets.
-        self._features: dict[int, list[Feature]] = {}
-
-    def add(self, sequence: NewSequence) -> None:
-        if sequence.features:
-            self._features[sequence.seq_id] = sequence.features
-
-    def forget(self, seq_id: int) -> None:
-        self._features.pop(seq_id, None)
-
-    def write(self, inputs: StepInputs, network: Network) -> None:
-        """Writes the features of a step's tokens; changes ``inputs`` to use them."""
-        if not self._features:
-            return
-        ids, sees_until = inputs.arrays["token_ids"], inputs.arrays["sees_until"]
-        offsets, parts, count = inputs.arrays["query_start_loc"], [], 0
-        for i, seq_id in enumerate(inputs.seq_ids):
-            begin, end = int(inputs.starts[i]), int(inputs.ends[i])
-            for feature in self._features.get(seq_id, ()):
-                first, last = max(begin, feature.offset), min(end, feature.offset + feature.length)
-                if first >= last:
-                    continue
-                span = slice(feature.first + first - feature.offset, feature.first + last - feature.offset)
-                parts.append(self._images.find(feature.image)[span])
-                rows = slice(int(offsets[i]) + first - begin, int(offsets[i]) + last - begin)
-                ids[rows] = self._vocab_size + self._first_row + count + np.arange(last - first)
-                count += last - first
-                if feature.is_whole:
-                    sees_until[rows] = feature.offset + feature.length - 1
-                    inputs.has_spans = True
-        if parts:
-            network.set_virtual_tokens(self._first_row, np.concatenate(parts))

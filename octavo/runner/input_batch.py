@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.plan import NewContext, NewSequence, StepPlan, TableChange
-from octavo.core.request import Beam, Feature, Pool
+from octavo.core.plan import NewSequence, StepPlan, TableChange
+from octavo.core.request import Beam
 from octavo.kernels.forward_batch import ARRAYS
+from octavo.runner.row_feature import RowFeature
 from octavo.sampling.sampler import Int64Array, TokenTable
 
-#: Time, height and width: the positions of image tokens (M-RoPE).
-AXES = 3
 _ADVANCING = [(array.name, array.advance) for array in ARRAYS if array.advance]
 
 
@@ -40,8 +39,7 @@ class InputBatch:
         num_blocks: Sequence[int] = (0,),
         *,
         samples: bool = True,
-        contexts: Contexts | None = None,
-        rotary: RotaryPositions | None = None,
+        features: Sequence[RowFeature] = (),
     ) -> None:
         """Allocates the rows, with a block table for each KV group of ``num_blocks``.
 
@@ -49,7 +47,7 @@ class InputBatch:
         a pipeline stage that is not the last, where tokens come by ``append_sampled``.
         """
         self._samples = samples
-        self.contexts, self._rotary = contexts, rotary
+        self.features = features
         self._has_blocks = len(num_blocks) > 0
         self.block_size = block_size
         # One more: a step in flight may sample a token past the longest sequence, which is discarded.
@@ -61,14 +59,6 @@ class InputBatch:
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         #: Whether the row's sequence appends its sampled tokens: not with beam search.
         self.appends = np.ones(max_num_seqs, dtype=bool)
-        #: Slot of the row's adapter, -1 without one; and the number of rows with an adapter.
-        self.adapters = np.full(max_num_seqs, -1, dtype=np.int32)
-        self._num_adapted = 0
-        #: Position of the second text of the row's pair, 0 without one; and the number of rows with a pair.
-        self._second_text = np.zeros(max_num_seqs, dtype=np.int64)
-        self._num_pairs = 0
-        #: Zeros, as many as the largest step so far has tokens.
-        self._no_types = np.zeros(max_num_seqs, dtype=np.int64)
         self._prompts: set[int] = set()
         #: Number of sequences forgotten so far; and, by row, when its last one was, so that its tokens go to no other.
         self._generation = 0
@@ -84,7 +74,7 @@ class InputBatch:
     def find_row(self, seq_id: int) -> int | None:
         return self._rows.get(seq_id)
 
-    def add(self, sequence: NewSequence, slot: int = -1) -> int:
+    def add(self, sequence: NewSequence) -> int:
         self._last = None
         row = self._free.pop()
         self._rows[sequence.seq_id] = row
@@ -94,16 +84,10 @@ class InputBatch:
         self.tokens.num_prompt[row] = sequence.num_prompt_tokens
         self.num_computed[row] = sequence.num_computed
         self.appends[row] = not isinstance(sequence.task, Beam)
-        self._set_adapter(row, slot)
-        if self.contexts is not None:
-            self.contexts.attach(row, sequence.context)
-        if self._rotary is not None:
-            self._rotary.add(row, sequence.features)
         if not sequence.task.samples:
             self._prompts.add(sequence.seq_id)
-        if isinstance(sequence.task, Pool) and sequence.task.second_text:
-            self._second_text[row] = sequence.task.second_text
-            self._num_pairs += 1
+        for feature in self.features:
+            feature.add(sequence, row)
         return row
 
     def fork(self, parent: int, child: int) -> int:
@@ -117,16 +101,9 @@ class InputBatch:
         self.block_tables[:, row, :held] = self.block_tables[:, source, :held]
         for state in (self.tokens.num_tokens, self.tokens.num_prompt, self.num_computed, self.appends):
             state[row] = state[source]
-        self._set_adapter(row, int(self.adapters[source]))
-        if self.contexts is not None:
-            self.contexts.copy(source, row)
-        if self._rotary is not None:
-            self._rotary.copy(source, row)
+        for feature in self.features:
+            feature.fork(source, row)
         return row
-
-    def _set_adapter(self, row: int, slot: int) -> None:
-        self._num_adapted += (slot >= 0) - (int(self.adapters[row]) >= 0)
-        self.adapters[row] = slot
 
     def append(self, seq_id: int, token_ids: list[int]) -> None:
         self._last = None
@@ -147,22 +124,21 @@ class InputBatch:
         if row is not None:
             self._prompts.discard(seq_id)
             self._last = None
-            self._num_pairs -= bool(self._second_text[row])
-            self._second_text[row] = 0
-            self._set_adapter(row, -1)
-            if self._rotary is not None:
-                self._rotary.forget(row)
+            for feature in self.features:
+                feature.forget(seq_id, row)
             self._free.append(row)
             self._generation += 1
             self._row_generation[row] = self._generation
         return row
 
     def change_table(self, change: TableChange) -> None:
-        """Writes blocks into the block table of a sequence, or of a context."""
-        if self.contexts is not None and self.contexts.change_table(change):
+        """Writes blocks into the block table of a sequence, or of what a feature has under the id."""
+        row = self._rows.get(change.seq_id)
+        if row is None:
+            if not any(feature.change_table(change) for feature in self.features):
+                raise KeyError(change.seq_id)
             return
         self._last = None
-        row = self._rows[change.seq_id]
         span = slice(change.index, change.index + len(change.blocks))
         self.block_tables[change.group, row, span] = change.blocks
         if change.group:  # plans number the blocks of all groups one after the other
@@ -197,8 +173,7 @@ class InputBatch:
         rows = np.array([self._rows[s] for s in seq_ids], dtype=np.int64)
         starts = self.num_computed[rows]
         ends = starts + lengths
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=offsets[1:])
+        offsets = offsets_of(lengths)
         sampling = np.flatnonzero(ends >= self.tokens.num_tokens[rows])
         if self._prompts:
             sampling = sampling[[seq_ids[i] not in self._prompts for i in sampling.tolist()]]
@@ -209,10 +184,23 @@ class InputBatch:
             drafted = self._draft(plan, seq_ids, sampling, forked)
             sampled_rows = np.repeat(sampled_rows - drafted.counts + 1, drafted.counts) + drafted.offsets
         flat, repeats = self.flatten(rows, starts, ends, offsets, sampled_rows), 0
-        if flat.all_sampled and (self._rotary is None or self._rotary.are_text(rows, starts)):
+        if flat.all_sampled and flat.repeatable:
             repeats = self.block_size - 1 - max((starts % self.block_size).tolist())
-        sizes = flat.num_decodes, flat.max_seq_len, flat.all_sampled, flat.has_adapters
-        return StepInputs(flat.arrays, *sizes, seq_ids, repeats, rows, starts, ends, sampling, forked, drafted)
+        return StepInputs(
+            flat.arrays,
+            flat.num_decodes,
+            flat.max_seq_len,
+            flat.all_sampled,
+            seq_ids,
+            repeats,
+            rows,
+            starts,
+            ends,
+            sampling,
+            forked,
+            drafted,
+            has_adapters=flat.has_adapters,
+        )
 
     def flatten(
         self,
@@ -221,12 +209,10 @@ class InputBatch:
         ends: Int64Array,
         offsets: Int64Array,
         sampled_rows: Int64Array,
-        *,
-        adapters: bool = True,
     ) -> FlatInputs:
         """The inputs for the tokens ``starts`` to ``ends`` [S] of these rows, rows with one token first.
 
-        ``offsets`` [S + 1]: index of each row's first token. Without ``adapters``, no token has one.
+        ``offsets`` [S + 1]: index of each row's first token.
         """
         one_each = len(rows) == offsets[-1]
         lengths = ends - starts
@@ -235,47 +221,33 @@ class InputBatch:
         else:
             positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
             token_rows = np.repeat(rows, lengths)
-        if len(positions) > len(self._no_types):
-            self._no_types = np.zeros(len(positions), dtype=np.int64)
-        token_types = self._no_types[: len(positions)]
-        if self._num_pairs:
-            second = self._second_text[token_rows]
-            token_types = ((second > 0) & (positions >= second)).astype(np.int64)
         max_seq_len = int(ends.max())
         if self._has_blocks:
             blocks = self.block_tables[:, token_rows, positions // self.block_size].astype(np.int64, order="C")
             # Indexing may leave the groups innermost.
             tables = np.ascontiguousarray(self.block_tables[:, rows, : -(-max_seq_len // self.block_size)])
         else:
-            # Sequences lie one after the other, with all of their tokens in the step.
-            counts = -(-lengths // self.block_size)
-            first = np.cumsum(counts) - counts
-            tables = (first[:, None] + np.arange(-(-max_seq_len // self.block_size))).astype(np.int32)[None]
+            tables = workspace_tables(lengths, self.block_size)[None]  # all tokens of a sequence are in the step
             blocks = (np.repeat(tables[0, :, 0], lengths) + positions // self.block_size).astype(np.int64)[None]
-        slots = self.adapters[token_rows] if adapters else np.full(len(token_rows), -1, dtype=np.int32)
         arrays = flat_arrays(
             len(positions),
             token_ids=self.tokens.ids[token_rows, positions].astype(np.int64),
             positions=positions,
-            token_types=token_types,
             slot_mapping=blocks * self.block_size + positions % self.block_size,
             sampled_rows=sampled_rows,
             query_start_loc=offsets.astype(np.int32),
             seq_lens=ends.astype(np.int32),
             block_tables=tables,
-            adapters=slots,
         )
-        if self.contexts is not None:
-            arrays |= self.contexts.arrays(rows)
-        if self._rotary is not None:
-            arrays["rotary_positions"] = self._rotary.array(rows, starts, offsets, positions)
-        return FlatInputs(
+        inputs = FlatInputs(
             arrays=arrays,
             num_decodes=len(rows) if one_each else int((lengths == 1).sum()),
             max_seq_len=max_seq_len,
             all_sampled=one_each and len(sampled_rows) == len(positions),
-            has_adapters=adapters and self._num_adapted > 0 and bool((slots >= 0).any()),
         )
+        for feature in self.features:
+            feature.add_arrays(inputs, rows, starts)
+        return inputs
 
     def _draft(
         self, plan: StepPlan, seq_ids: list[int], sampling: Int64Array, forked: ForkedRows | None
@@ -355,8 +327,19 @@ class InputBatch:
         return inputs.arrays["sampled_rows"][: len(pending)][pending], sources[pending]
 
 
+def offsets_of(lengths: Int64Array) -> Int64Array:
+    """The index of each sequence's first token, and the number of all tokens: [S + 1]."""
+    return np.append(0, np.cumsum(lengths))
+
+
+def workspace_tables(lengths: Int64Array, block_size: int) -> NDArray[np.int32]:
+    """Block tables [S, B] of sequences that lie one after the other in a workspace, each in blocks of its own."""
+    blocks = -(-lengths // block_size)
+    return ((np.cumsum(blocks) - blocks)[:, None] + np.arange(int(blocks.max()))).astype(np.int32)
+
+
 def flat_arrays(num_tokens: int, **arrays: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    """The arrays of ``ForwardBatch``; by default without segments, adapters, images, contexts and M-RoPE."""
+    """The arrays of ``ForwardBatch``; by default as if no feature changed them."""
     return {
         "token_types": np.zeros(num_tokens, np.int64),
         "adapters": np.full(num_tokens, -1, np.int32),
@@ -377,9 +360,11 @@ class FlatInputs:
     num_decodes: int
     max_seq_len: int
     all_sampled: bool
-    has_adapters: bool
-    #: Whether a token of an image attends to later tokens.
+    #: Whether a token has an adapter, and whether one of an image attends to later tokens.
+    has_adapters: bool = field(default=False, kw_only=True)
     has_spans: bool = field(default=False, kw_only=True)
+    #: Whether the next step's arrays may be these, one token further (``ArraySpec.advance``).
+    repeatable: bool = field(default=True, kw_only=True)
 
 
 @dataclass(slots=True)
@@ -442,111 +427,3 @@ class NewTokens:
     indices: Int64Array
     #: Number of sequences that had been forgotten by then.
     generation: int
-
-
-class Contexts:
-    """The encoder outputs (contexts) that rows attend to. A context keeps its place until a plan forgets it."""
-
-    def __init__(self, max_num_seqs: int, max_tokens: int, block_size: int) -> None:
-        self.block_size = block_size
-        self._tables = np.zeros((max_num_seqs, -(-max_tokens // block_size)), np.int32)
-        self._lens = np.zeros(max_num_seqs, np.int32)
-        self._places: dict[int, int] = {}
-        self._free = list(range(max_num_seqs - 1, -1, -1))
-        self._of_row = np.zeros(max_num_seqs, np.int64)
-
-    def add(self, context: NewContext) -> None:
-        place = self._places[context.context_id] = self._free.pop()
-        self._lens[place] = context.num_tokens
-
-    def forget(self, context_id: int) -> None:
-        """Frees the place; ignores ids of sequences."""
-        place = self._places.pop(context_id, None)
-        if place is not None:
-            self._free.append(place)
-
-    def change_table(self, change: TableChange) -> bool:
-        """Writes blocks into a context's block table; False if the change is for a sequence."""
-        place = self._places.get(change.seq_id)
-        if place is None:
-            return False
-        self._tables[place, change.index : change.index + len(change.blocks)] = change.blocks
-        return True
-
-    def attach(self, row: int, context_id: int | None) -> None:
-        if context_id is None:
-            raise RuntimeError("the network attends to an encoder's output, but a sequence names none")
-        self._of_row[row] = self._places[context_id]
-
-    def copy(self, source: int, row: int) -> None:
-        self._of_row[row] = self._of_row[source]
-
-    def table(self, context_id: int) -> NDArray[np.int32]:
-        place = self._places[context_id]
-        return self._tables[place, : -(-int(self._lens[place]) // self.block_size)]
-
-    def arrays(self, rows: Int64Array) -> dict[str, NDArray[Any]]:
-        """The arrays of ``ForwardBatch`` for these rows."""
-        places = self._of_row[rows]
-        lens = self._lens[places]
-        longest = -(-int(lens.max(initial=0)) // self.block_size)
-        return {"cross_lens": lens, "cross_tables": np.ascontiguousarray(self._tables[places, :longest])}
-
-
-class RotaryPositions:
-    """M-RoPE positions of each row up to the end of its last image, and the shift of the text after it."""
-
-    def __init__(self, max_num_seqs: int) -> None:
-        #: End of the row's last image, 0 without one; and the number that is added to positions from there on.
-        self._ends = np.zeros(max_num_seqs, np.int64)
-        self._shifts = np.zeros(max_num_seqs, np.int64)
-        #: By row: int64 [AXES, end].
-        self._beginnings: dict[int, Int64Array] = {}
-
-    def add(self, row: int, features: Sequence[Feature]) -> None:
-        if features:
-            self._beginnings[row] = beginning = image_positions(features)
-            self._ends[row] = beginning.shape[1]
-            self._shifts[row] = beginning.max() + 1 - beginning.shape[1]
-
-    def copy(self, source: int, row: int) -> None:
-        if source in self._beginnings:
-            self._beginnings[row] = self._beginnings[source]
-            self._ends[row], self._shifts[row] = self._ends[source], self._shifts[source]
-
-    def forget(self, row: int) -> None:
-        if self._beginnings.pop(row, None) is not None:
-            self._ends[row] = self._shifts[row] = 0
-
-    def are_text(self, rows: Int64Array, starts: Int64Array) -> bool:
-        """Whether the tokens from ``starts`` on are behind all images of these rows."""
-        return not self._beginnings or bool((starts >= self._ends[rows]).all())
-
-    def array(self, rows: Int64Array, starts: Int64Array, offsets: Int64Array, positions: Int64Array) -> Int64Array:
-        """``ForwardBatch.rotary_positions`` [AXES, T] of the tokens from ``starts`` [S] on of these rows [S].
-
-        ``offsets`` [S + 1]: where each row's tokens begin among the ``positions`` [T].
-        """
-        if not self._beginnings:
-            return np.tile(positions, (AXES, 1))
-        rotary = np.tile(positions + np.repeat(self._shifts[rows], np.diff(offsets)), (AXES, 1))
-        for i in np.flatnonzero(starts < self._ends[rows]).tolist():
-            beginning = self._beginnings[int(rows[i])][:, starts[i] :]
-            count = min(beginning.shape[1], int(offsets[i + 1] - offsets[i]))
-            rotary[:, offsets[i] : offsets[i] + count] = beginning[:, :count]
-        return rotary
-
-
-def image_positions(features: Sequence[Feature]) -> Int64Array:
-    """Positions [AXES, end] of a prompt's tokens up to the end of its last image; ``features``: all images in order."""
-    beginning = np.empty((AXES, features[-1].offset + features[-1].length), np.int64)
-    start = position = 0
-    for feature in features:
-        if feature.grid is None or np.prod(feature.grid) != feature.length:
-            raise RuntimeError(f"an image of {feature.length} features has the grid {feature.grid}")
-        end, text = feature.offset + feature.length, feature.offset - start
-        beginning[:, start : feature.offset] = np.arange(position, position + text)
-        position += text
-        beginning[:, feature.offset : end] = np.indices(feature.grid).reshape(AXES, -1) + position
-        start, position = end, position + max(feature.grid)
-    return beginning

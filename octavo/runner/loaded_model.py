@@ -28,19 +28,24 @@ from octavo.layers.layer import LayerContext
 from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.loader.weights import load_model, make_dummy_model
 from octavo.models.network import Network, build_rank_without_weights, build_without_weights, weight_bytes
-from octavo.process.startup import phase
+from octavo.process.startup import WorkerFacts, phase
 from octavo.runner import memory
+from octavo.runner.adapters import LoraPreparer, PromptAdapters
 from octavo.runner.cache_engine import KVLayers, Workspace, find_groups
 from octavo.runner.device import HostDevice
+from octavo.runner.encoders import Alignment, Contexts, EncoderInputPreparer
+from octavo.runner.grammars import ForcedTokens, GrammarPreparer
+from octavo.runner.images import ImagePreparer, ImageTokens, RotaryPositions
 from octavo.runner.memory import WorkerShare
+from octavo.runner.pooling import Pooling, TextPairs
 from octavo.runner.preparers import PreparerContext, WorkerPreparations, make_preparers
+from octavo.runner.prompt_logprobs import PromptLogprobs
+from octavo.runner.row_feature import RowFeature
 from octavo.sampling.sampler import Sampler, TokenTable
 
 if TYPE_CHECKING:
     from octavo.runner.device import Device
     from octavo.runner.drafters import DraftSource, WorkerDrafter
-    from octavo.runner.encoders import ImagePreparer
-    from octavo.runner.preparer_kinds import EncoderInputPreparer, GrammarPreparer, LoraPreparer, PromptAdapters
 
 
 class LoadedModel:
@@ -126,20 +131,22 @@ class LoadedModel:
         self.startup_seconds: dict[str, float] = {}
         with self.timed("reading and packing weights"):
             self._network: Network | None = load_network(options, config, self.context, folder)
-        self.drafter: WorkerDrafter | None = None
-        if drafts is not None:
-            with self.timed("drafter"):
-                self.drafter = drafts.load(self.context, self.network)
         samples = layout.is_last_stage
         preparers = make_preparers(
             PreparerContext(options, config, folder, self.context, self.network, samples, self.device)
         )
         self.preparations = WorkerPreparations(preparers, options.image_step_ms / 1000)
-        self.grammars = cast("GrammarPreparer", preparers["grammar"])
-        self.encoder_inputs = cast("EncoderInputPreparer", preparers["encoder_input"])
-        self.images = cast("ImagePreparer", preparers["image"])
-        self.loras = cast("LoraPreparer | None", preparers.get("lora"))
-        self.prompt_adapters = cast("PromptAdapters | None", preparers.get("prompt_adapter"))
+        self.grammars = cast(GrammarPreparer, preparers["grammar"])
+        self.encoder_inputs = cast(EncoderInputPreparer, preparers["encoder_input"])
+        self.images = cast(ImagePreparer, preparers["image"])
+        self.loras = cast(LoraPreparer | None, preparers.get("lora"))
+        self.prompt_adapters = cast(PromptAdapters | None, preparers.get("prompt_adapter"))
+        if self.loras is not None:
+            self.loras.prompt_adapters = self.prompt_adapters
+        self.drafter: WorkerDrafter | None = None
+        if drafts is not None:
+            with self.timed("drafter"):
+                self.drafter = drafts.load(self.context, self.network, self.loras)
         self.device.reserved = self.preparations.reserved_bytes(share.free_memory())
         if drafts is not None and self.device.name == "cpu":
             self.device.reserved += memory.activation_bytes(drafts.config, options)
@@ -220,11 +227,46 @@ class LoadedModel:
         sequences = min(options.max_num_seqs, tokens)
         return BatchSize(tokens, sequences, 1, longest, options.block_size, 2)
 
+    def startup_facts(self, cache_bytes: int, host_cache_bytes: int) -> WorkerFacts:
+        drafter = ""
+        if self.drafter is not None:
+            drafter = f"{self.drafter.describe()}, {self.layers.drafter_share():.1%} of the KV cache"
+        return WorkerFacts(
+            self.kernels.describe(),
+            self.context.quantization,
+            weight_bytes(self.network),
+            cache_bytes,
+            host_cache_bytes,
+            dict(self.startup_seconds),
+            self.preparations.describe(),
+            drafter,
+        )
+
+    def make_features(self, max_model_len: int) -> list[RowFeature]:
+        """What follows the rows of this worker, in the order of the steps' hooks. A new feature has its line here."""
+        config, options, samples = self.config, self.options, self.ranks.layout.is_last_stage
+        # Forced tokens are appended by the next plan, so steps may not be planned ahead of them.
+        ahead = options.pipeline_parallel_size == 1 and options.plans_ahead(self.device.name)
+        features: list[RowFeature | None] = [
+            Contexts(self) if config.longest_input(max_model_len) is not None else None,
+            RotaryPositions(options.max_num_seqs) if config.rope.sections else None,
+            TextPairs(options.max_num_seqs) if config.is_encoder else None,
+            self.loras,
+            self.prompt_adapters,
+            ImageTokens(self) if config.image_facts is not None else None,
+            PromptLogprobs(self) if samples else None,
+            Pooling(self) if samples else None,
+            Alignment(self) if samples and config.encoder_facts is not None else None,
+            self.drafter,
+            ForcedTokens() if options.jump_forward and not ahead else None,
+        ]
+        return [feature for feature in features if feature is not None]
+
     def make_sampler(self, tokens: TokenTable) -> Sampler:
         vocab_size = self.config.vocab_size
         backend = self.kernels.make_sampling_backend(vocab_size)
         plugins = LogitsPlugins(self.options.logits_processors or ())
-        return Sampler(vocab_size, tokens, backend, self._num_threads, plugins)
+        return Sampler(vocab_size, tokens, backend, self._num_threads, plugins, self.grammars.find_for)
 
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ForwardOutput:
         """Computes this stage's layers; hidden states come from the stage before and go to the one after."""

@@ -7,9 +7,8 @@ measure it.
 from __future__ import annotations
 
 import os
-import re
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -226,78 +225,43 @@ class CacheSize:
 
 
 def cache_size(
-    layout: KVLayout, options: EngineConfig, free: int, max_model_len: int, position_bytes: int = 0
+    layout: KVLayout,
+    options: EngineConfig,
+    free: int,
+    max_model_len: int,
+    position_bytes: int = 0,
+    total: int | None = None,
 ) -> CacheSize:
-    """The KV cache on a CPU with ``free`` bytes, for sequences of up to ``max_model_len`` tokens.
+    """The KV cache in ``free`` bytes, for sequences of up to ``max_model_len`` tokens.
 
     ``num_gpu_blocks_override`` blocks if given: with several groups, the memory of that number of blocks of each. Else
-    the blocks that ``kv_cache_memory_bytes`` holds, or the share ``gpu_memory_utilization`` of ``free``, less
-    ``position_bytes`` for each position of the longest sequence; and never more than ``max_num_seqs`` sequences of full
-    length could use.
+    the blocks that ``kv_cache_memory_bytes`` holds, or the share ``gpu_memory_utilization``: on a CPU of ``free``, on a
+    GPU of its ``total`` bytes with those in use; less ``position_bytes`` for each position of the longest sequence; and
+    never more than ``max_num_seqs`` sequences of full length could use.
 
     Raises:
         InsufficientMemoryError: not one sequence of the given ``max_model_len`` fits, or not one block; or an option
             asks for more than is free.
     """
-    share = options.gpu_memory_utilization or _CPU_SHARE
-    budget = _Budget(
-        int(share * free),
-        free,
-        f"gpu_memory_utilization={share} of the {max(0, free) / GIB:.3f} GiB that are free beside the weights, the "
-        "largest step and the swap space gives",
-        "the weights, the largest step and the swap space",
-    )
-    return _size_within(layout, options, budget, max_model_len, position_bytes)
-
-
-def gpu_cache_size(
-    layout: KVLayout, options: EngineConfig, total: int, peak: int, max_model_len: int, position_bytes: int = 0
-) -> CacheSize:
-    """``cache_size`` of a GPU with ``total`` bytes: blocks get the share ``gpu_memory_utilization`` of ``total``, less
-    ``peak``, the bytes in use at the peak of the largest step.
-    """
-    share = options.gpu_memory_utilization or _GPU_SHARE
-    budget = _Budget(
-        int(share * total) - peak,
-        total - peak,
-        f"gpu_memory_utilization={share} of the GPU's {total / GIB:.3f} GiB, less {peak / GIB:.3f} GiB for weights and "
-        "the largest step, leaves",
-        "the weights and the largest step",
-    )
-    return _size_within(layout, options, budget, max_model_len, position_bytes)
-
-
-@dataclass(frozen=True)
-class _Budget:
-    """Memory for the KV cache, in bytes, and words for errors."""
-
-    #: Memory that the options grant.
-    granted: int
-    free: int
-    #: The options that grant the memory, and the other users of memory.
-    source: str
-    beside: str
-
-
-def _size_within(
-    layout: KVLayout, options: EngineConfig, available: _Budget, max_model_len: int, position_bytes: int
-) -> CacheSize:
+    share = options.gpu_memory_utilization or (_CPU_SHARE if total is None else _GPU_SHARE)
+    beside = "the weights, the largest step" + (" and the swap space" if total is None else "")
+    whole = free if total is None else total
+    budget = int(share * whole) - (whole - free)
     if options.max_model_len is None and None not in layout.windows:  # windows alone set no limit
         max_model_len = min(max_model_len, _LONGEST_CONTEXT)
     if (override := options.num_gpu_blocks_override) is not None:
         longest = layout.longest(override * sum(layout.block_bytes), max_model_len)
-        free, beside = available.free, available.beside
-        counts = _override("num_gpu_blocks_override", override, layout, max_model_len, free, beside)
-        return CacheSize(longest, counts)
-    requested, budget, source = options.kv_cache_memory_bytes, available.granted, available.source
-    if requested is not None:
-        if requested > available.free:
+        return CacheSize(longest, _override("num_gpu_blocks_override", override, layout, max_model_len, free, beside))
+    if (requested := options.kv_cache_memory_bytes) is not None:
+        if requested > free:
             raise InsufficientMemoryError(
                 f"kv_cache_memory_bytes={requested} ({requested / GIB:.3f} GiB) is more than the "
-                f"{max(0, available.free) / GIB:.3f} GiB that are free beside {available.beside}; lower it"
+                f"{max(0, free) / GIB:.3f} GiB that are free beside {beside}; lower it"
             )
         budget, source = requested, f"kv_cache_memory_bytes={requested} is"
     else:
+        used = "" if total is None else f", less {(total - free) / GIB:.3f} GiB for {beside},"
+        source = f"gpu_memory_utilization={share} of {max(0, whole) / GIB:.3f} GiB{used} leaves"
         budget -= position_bytes * _positions(layout, budget, max_model_len, position_bytes)
     holds, least = "one block", sum(layout.block_bytes)
     if options.max_model_len is not None:
@@ -372,10 +336,11 @@ class MemoryLimit:
         return max(0, self.limit - self.used)
 
 
-#: The files of each version: the limits, the usage, and the field of memory.stat that counts inactive page cache.
+#: The files of a version: the limits, the usage, and the field of memory.stat that counts inactive page cache.
+_Files = tuple[tuple[str, ...], str, str]
 #: Above memory.high a group's processes are slowed down until it holds less, so it counts as a limit.
-_V2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
-_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2: _Files = (("memory.max", "memory.high"), "memory.current", "inactive_file")
+_V1: _Files = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 #: Version 1 writes the largest multiple of a page below 2**63 for "no limit".
 _UNLIMITED = 1 << 62
 
@@ -383,59 +348,26 @@ _UNLIMITED = 1 << 62
 def group_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     """The limits of this process's control groups and of all visible parents, innermost first; empty without groups.
 
-    ``root``: the folder of ``proc`` and of the mounted hierarchies.
+    ``root``: the folder of ``proc`` and ``sys``. A container sees its own group as the root of the hierarchy, under the
+    name that it has on the host or as "/".
     """
     memory_limits = []
-    for folder in _folders(root):
-        for limits, usage, cache in (_V2, _V1):
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            top, (limits, usage, cache) = root / "sys/fs/cgroup", _V2
+        elif "memory" in controllers.split(","):
+            top, (limits, usage, cache) = root / "sys/fs/cgroup/memory", _V1
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        for folder in (top / part for part in (group, *group.parents)):
             sizes = [size for name in limits if (size := _read_int(folder / name)) is not None and size < _UNLIMITED]
             used = _read_int(folder / usage)
             if sizes and used is not None:
                 stat = dict(line.split() for line in _lines(folder / "memory.stat") if len(line.split()) == 2)
                 memory_limits.append(MemoryLimit(str(folder), min(sizes), max(0, used - int(stat.get(cache, 0)))))
-                break
     return memory_limits
-
-
-def _folders(root: Path) -> Iterator[Path]:
-    """The folders of the process's groups in the hierarchies that limit memory, with all their parents."""
-    #: By version, the path of the process's group in the hierarchy that limits memory.
-    groups = {}
-    for line in _lines(root / "proc/self/cgroup"):
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            groups[2] = path
-        elif "memory" in controllers.split(","):
-            groups[1] = path
-    for version, mounted, target in _mounts(root / "proc/self/mountinfo"):
-        group = groups.get(version)
-        if group is None:
-            continue
-        top = root / target.lstrip("/")
-        # A container sees its own group as the root of the mount, under the name that it has on the host or as "/".
-        below = Path(group).relative_to(mounted) if Path(group).is_relative_to(mounted) else Path()
-        if ".." in below.parts:  # the process is outside the part of the hierarchy that is mounted
-            below = Path()
-        yield from (top / part for part in (below, *below.parents))
-
-
-def _mounts(file: Path) -> Iterator[tuple[int, str, str]]:
-    """(version, mounted group, mount point) of the hierarchies that limit memory; see proc(5)."""
-    for line in _lines(file):
-        before, separator, after = line.partition(" - ")
-        fields, kind = before.split(" "), after.split(" ")
-        if not separator or len(fields) < 5 or len(kind) < 3:
-            continue
-        if kind[0] == "cgroup2":
-            yield 2, _unescaped(fields[3]), _unescaped(fields[4])
-        elif kind[0] == "cgroup" and "memory" in kind[2].split(","):
-            yield 1, _unescaped(fields[3]), _unescaped(fields[4])
-
-
-def _unescaped(path: str) -> str:
-    r"""Decodes octal escapes of spaces and the like: \040."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def _lines(file: Path) -> list[str]:

@@ -10,24 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from octavo.core.errors import SequenceError
-from octavo.core.plan import NewSequence, SequenceResult, StepPlan, StepResult
+from octavo.core.plan import SequenceResult, StepPlan, StepResult
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput
-from octavo.kernels.interface import Array, Kernels, LayerCache
-from octavo.models.network import Network, weight_bytes
 from octavo.process.startup import WorkerFacts
 from octavo.runner.device import SampledTokens, WeightSleep
-from octavo.runner.encoders import Alignment, ContextEncoder, ImageTokens
-from octavo.runner.input_batch import Contexts, DraftedTokens, InputBatch, NewTokens, RotaryPositions, StepInputs
-from octavo.runner.pooling import Pooling
+from octavo.runner.input_batch import DraftedTokens, InputBatch, NewTokens, StepInputs
+from octavo.runner.row_feature import RowContext
 from octavo.sampling.logits_processors import RowFailure
-from octavo.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from octavo.kernels.sampling import PendingLogprobs
     from octavo.runner.device import StepTimer
     from octavo.runner.loaded_model import LoadedModel
     from octavo.sampling.logits_processors import PendingSamplerOutput, SamplerOutput
@@ -53,10 +47,8 @@ class ModelRunner:
         """
         self.loaded = loaded
         self.device_name = loaded.device.name
-        self._device, self._kernels, self._drafter = loaded.device, loaded.kernels, loaded.drafter
-        self._prompt_adapters = loaded.prompt_adapters
-        self._max_model_len = max_model_len
-        options, config, layers = loaded.options, loaded.config, loaded.layers
+        self._device, self._kernels = loaded.device, loaded.kernels
+        self._max_model_len, options, layers = max_model_len, loaded.options, loaded.layers
         with loaded.mode():
             sizes = [size for size, _ in layers.group_bytes()]
             with loaded.timed("KV cache"):
@@ -64,65 +56,31 @@ class ModelRunner:
             self._cache_bytes = int(np.dot(num_blocks, sizes)), int(np.dot(num_host_blocks, sizes))
             with loaded.timed("tables of positions"):
                 loaded.network.extend_positions(max_model_len)
-            samples = loaded.ranks.layout.is_last_stage
-            longest = config.longest_input(max_model_len)
-            contexts = None if longest is None else Contexts(options.max_num_seqs, longest, options.block_size)
-            rotary = RotaryPositions(options.max_num_seqs) if config.rope.sections else None
+            self._samples = loaded.ranks.layout.is_last_stage
+            self._features = loaded.make_features(max_model_len)
             shape = options.max_num_seqs, max_model_len, options.block_size, num_blocks
-            self._batch = InputBatch(*shape, samples=samples, contexts=contexts, rotary=rotary)
-            self._encoder: ContextEncoder | None = None
-            if contexts is not None:
-                size = loaded.largest_encoding(max_model_len)
-                self._encoder = ContextEncoder(loaded, loaded.encoder_inputs, contexts, size)
+            self._batch = InputBatch(*shape, samples=self._samples, features=self._features)
             self._sampler = loaded.make_sampler(self._batch.tokens)
-            with loaded.timed("recording the step"):
-                self._forward = self._capture()
-                if self._drafter is not None:
-                    caches, largest = layers.split(self._cache.device)[1], loaded.largest_batch(max_model_len)
-                    self._drafter.start(self._batch, self._sampler, self._device, largest, caches)
-            self._image_tokens: ImageTokens | None = None
-            if config.image_facts is not None:
-                self._image_tokens = ImageTokens(loaded.images, config.vocab_size, options.num_virtual_tokens)
-            self._prompts = PromptLogprobs(self._batch, self._sampler, self._kernels, config.vocab_size)
-            self._pooling = Pooling(loaded) if samples else None
-            self._alignment = Alignment(loaded)
-            #: Everything that keeps state per sequence by its id.
-            self._trackers = [t for t in (self._image_tokens, self._prompts, self._alignment, self._pooling) if t]
             #: Steps whose result was not waited for, oldest first.
             self._in_flight: deque[QueuedStep] = deque()
-            # Forced tokens are appended by the next plan, so steps may not be planned ahead of them.
-            ahead = options.pipeline_parallel_size == 1 and options.plans_ahead(self.device_name)
-            self._reports_forced_tokens = options.jump_forward and not ahead
+            with loaded.timed("recording the step"):
+                self._largest, batch = loaded.largest_batch(max_model_len), weakref.proxy(self._batch)
+                worker = RowContext(batch, self._sampler, self._device, self._cache, max_model_len, self._largest)
+                for feature in self._features:
+                    feature.start(worker)
+                self._forward = self._capture()
             self._weights = WeightSleep(loaded)
 
     def _capture(self) -> Forward:
         """Prepares the network for steps; the backend may record addresses of weights and KV cache here."""
-        caches = self._caches()
-        if self._encoder is not None:
-            self._encoder.capture(caches)
         # Weak: the kernels may own the captured function, and a cycle would keep the weights until they are collected.
-        loaded = weakref.proxy(self.loaded)
-        return self._kernels.capture(
-            lambda batch: loaded.forward(batch, caches), self.loaded.largest_batch(self._max_model_len)
-        )
-
-    def _caches(self) -> list[LayerCache]:
-        return self.loaded.layers.split(self._cache.device)[0]
+        loaded, caches = weakref.proxy(self.loaded), self._cache.network_caches
+        for feature in self._features:
+            feature.capture()
+        return self._kernels.capture(lambda batch: loaded.forward(batch, caches), self._largest)
 
     def startup_facts(self) -> WorkerFacts:
-        loaded = self.loaded
-        drafter = ""
-        if loaded.drafter is not None:
-            drafter = f"{loaded.drafter.describe()}, {loaded.layers.drafter_share():.1%} of the KV cache"
-        return WorkerFacts(
-            loaded.kernels.describe(),
-            loaded.context.quantization,
-            weight_bytes(loaded.network),
-            *self._cache_bytes,
-            dict(loaded.startup_seconds),
-            loaded.preparations.describe(),
-            drafter,
-        )
+        return self.loaded.startup_facts(*self._cache_bytes)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -142,18 +100,18 @@ class ModelRunner:
             if sampled:
                 self._batch.append_sampled(sampled)
             result = StepResult(step=plan.step)
-            self._forget(plan.forget)
+            for feature in self._features:
+                feature.begin(plan)
+            for seq_id in plan.forget:
+                row = self._batch.forget(seq_id)
+                if row is not None:
+                    self._sampler.remove(row)
             self.loaded.preparations.apply(plan, result)
             self._change_rows(plan)
             step = QueuedStep(result, self._batch, self._in_flight)
             step.swap_seconds = self._cache.move(plan)
-            if self._encoder is not None and (new := [c for c in plan.contexts if c.encode is not None]):
-                self._encoder.encode(new)
-            if self._drafter is not None:
-                self._drafter.apply(plan)
-                if plan.num_drafts:
-                    self._require_known(list(plan.num_drafts))
-                    plan = self._draft(plan, result)
+            for feature in self._features:
+                plan = feature.change_plan(plan, result)
             if plan.seq_ids:
                 self._compute(self._batch.build(plan), step)
         self._in_flight.append(step)
@@ -163,34 +121,19 @@ class ModelRunner:
         return step
 
     def _compute(self, inputs: StepInputs, step: QueuedStep) -> None:
-        if self._prompt_adapters is not None:
-            self._prompt_adapters.take_slots(inputs)
-        if self._image_tokens is not None:
-            self._image_tokens.write(inputs, self.loaded.network)
-        tables = inputs.arrays["block_tables"]
-        if self._encoder is not None:
-            tables = np.concatenate([tables, inputs.arrays["cross_tables"][None]], axis=2)
-        self._cache.computes_over(tables)
+        for feature in self._features:
+            feature.before_step(inputs)
+        self._cache.computes_over(inputs.arrays["block_tables"], inputs.arrays["cross_tables"])
         batch = self._device.to_device(inputs, self._pending_tokens(inputs))
         # Not earlier: while the device waits for the host or for blocks to arrive, it counts as idle.
         stop_timer = self._device.start_timer()
-        if self._prompt_adapters is not None:
-            self._prompt_adapters.write_prefixes(self._kernels, self._caches())
         output = self._forward(batch)
-        if self._pooling is None:  # other stages compute the rest
-            self._batch.advance(inputs, inputs.sampling)
-            step.timer = stop_timer()
-            return
-        self._prompts.compute(self.loaded.network, inputs, output.hidden, step)
-        self._pooling.compute(inputs, batch, output.hidden, step, self._caches)
-        self._alignment.compute(inputs, batch, step, self._caches)
-        if len(inputs.sampling):
+        if self._samples and len(inputs.sampling):
             self._sample(inputs, output, step)
         else:
             self._batch.advance(inputs, inputs.sampling)
-        if self._drafter is not None:
-            tokens = None if step.sampled is None else step.sampled.sample.tokens
-            self._drafter.after_step(inputs, batch, output, tokens)
+        for feature in self._features:
+            feature.after_step(inputs, batch, output, step)
         step.timer = stop_timer()
 
     def _pending_tokens(self, inputs: StepInputs) -> list[SampledTokens]:
@@ -226,90 +169,25 @@ class ModelRunner:
         except RowFailure as e:
             raise SequenceError.of(seq_ids[rows.tolist().index(e.row)], e.error) from e.error
         step.sampled = PendingTokens(sample, self._batch.advance(inputs, rows), drafted)
-        if self._reports_forced_tokens and self._sampler.may_force(rows):
-            step.find_forced = self._find_forced
-
-    def _find_forced(self, seq_ids: list[int]) -> dict[int, list[int]]:
-        rows = {seq_id: row for seq_id in seq_ids if (row := self._batch.find_row(seq_id)) is not None}
-        return {seq_id: tokens for seq_id, row in rows.items() if (tokens := self._sampler.forced_tokens(row))}
-
-    def _draft(self, plan: StepPlan, result: StepResult) -> StepPlan:
-        """Drafts the tokens that the plan asks for: the plan with ``drafts``, and with their number in ``num_tokens``.
-
-        If the drafter raises, a single rank reports it and goes on; with several ranks the step fails, as the others
-        may have drafts.
-        """
-        assert self._drafter is not None
-        start = time.perf_counter()
-        seq_ids = {self._batch.row(seq_id): seq_id for seq_id in plan.num_drafts}
-        tokens: dict[int, list[int]] = {}
-        try:
-            drafts = self._drafter.draft({row: plan.num_drafts[seq_id] for row, seq_id in seq_ids.items()})
-        except Exception as e:
-            if self.loaded.ranks.group is not None:
-                raise
-            logger.error("the drafter failed", exc_info=e)
-            result.draft_error = f"{type(e).__name__}: {e}"
-        else:
-            tokens = {seq_ids[row]: drafted for row, drafted in drafts.tokens.items()}
-            result.draft_catch_up_seconds = drafts.catch_up_seconds
-            result.draft_catch_up_tokens = drafts.catch_up_tokens
-        result.num_drafts = {seq_id: len(drafted) for seq_id, drafted in tokens.items()}
-        missing = {seq_id: count - result.num_drafts.get(seq_id, 0) for seq_id, count in plan.num_drafts.items()}
-        num_tokens = [n - missing.get(s, 0) for s, n in zip(plan.seq_ids, plan.num_tokens, strict=True)]
-        result.draft_seconds = time.perf_counter() - start
-        return msgspec.structs.replace(plan, num_tokens=num_tokens, drafts={**plan.drafts, **tokens})
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def _forget(self, seq_ids: list[int]) -> None:
-        for seq_id in seq_ids:
-            if self._batch.contexts is not None:
-                self._batch.contexts.forget(seq_id)
-            row = self._batch.forget(seq_id)
-            if row is not None:
-                self._sampler.remove(row)
-                if self._prompt_adapters is not None:
-                    self._prompt_adapters.forget(seq_id)
-                for tracker in self._trackers:
-                    tracker.forget(seq_id)
-
     def _change_rows(self, plan: StepPlan) -> None:
         batch = self._batch
-        for context in plan.contexts:
-            if batch.contexts is None:
-                raise RuntimeError("a plan has an encoder's output, but the network has no cross attention")
-            batch.contexts.add(context)
         try:
             for sequence in plan.new:
-                row = batch.add(sequence, self._slot_of(sequence.adapter))
-                self._sampler.add(row, sequence, self.loaded.grammars.find(sequence.task))
-                if self._drafter is not None:
-                    self._drafter.add(row)
-                if self._prompt_adapters is not None:
-                    self._prompt_adapters.add(sequence, row, batch.tokens)
-                for tracker in self._trackers:
-                    tracker.add(sequence)
+                self._sampler.add(batch.add(sequence), sequence)
         except Exception as e:
             raise SequenceError.of(sequence.seq_id, e) from e
-        if self._in_flight and (plan.forks or plan.new_tokens):
-            self._require_known([fork.parent for fork in plan.forks] + list(plan.new_tokens))
+        if self._in_flight and (plan.forks or plan.new_tokens or plan.num_drafts):
+            self._require_known([*(fork.parent for fork in plan.forks), *plan.new_tokens, *plan.num_drafts])
         for fork in plan.forks:
             row = batch.fork(fork.parent, fork.child)
             self._sampler.fork(batch.row(fork.parent), row, fork.seed)
-            if self._drafter is not None:
-                self._drafter.fork(batch.row(fork.parent), row)
         for seq_id, token_ids in plan.new_tokens.items():
             batch.append(seq_id, token_ids)
         for change in plan.table_changes:
             batch.change_table(change)
-
-    def _slot_of(self, adapter: str | None) -> int:
-        if adapter is None or (self._prompt_adapters is not None and adapter in self._prompt_adapters):
-            return -1
-        if self.loaded.loras is None:
-            raise RuntimeError("a plan names an adapter, but adapters are not enabled")
-        return self.loaded.loras.slot_of(adapter)
 
     def _require_known(self, seq_ids: list[int]) -> None:
         """Refuses a change that needs tokens of these sequences that are still on the device only."""
@@ -331,11 +209,9 @@ class ModelRunner:
         if self._forward is not _refuse_while_sleeping:
             # Drops the graphs: their memory is freed, and their addresses become invalid.
             self._forward = _refuse_while_sleeping
-            if self._encoder is not None:
-                self._encoder.release()
-            self.loaded.images.release()
-            if self._drafter is not None:
-                self._drafter.release()
+            for feature in self._features:
+                feature.release()
+            self.loaded.preparations.release()
         if self._cache.device:
             self._cache.release()
             freed += sum(self._cache_bytes)
@@ -358,8 +234,6 @@ class ModelRunner:
                 self._cache.allocate()
             if self._weights.are_away or not self._cache.device:
                 return False
-            if self._drafter is not None:
-                self._drafter.capture(self.loaded.layers.split(self._cache.device)[1])
             self._forward = self._capture()
         return True
 
@@ -387,13 +261,9 @@ class QueuedStep:
     def __init__(self, result: StepResult, batch: InputBatch, in_flight: deque[QueuedStep]) -> None:
         self.result = result
         self.sampled: PendingTokens | None = None
-        #: By sequence id: the prompt position of the first logprobs, and the logprobs from there on.
-        self.prompts: dict[int, tuple[int, list[PendingLogprobs]]] = {}
-        #: By sequence id: the pooled prompt, float32; or an error message.
-        self.pooled: dict[int, np.ndarray] = {}
-        self.failed: dict[int, str] = {}
-        #: By sequence id, the tokens that grammars force after the step's tokens.
-        self.find_forced: Callable[[list[int]], dict[int, list[int]]] | None = None
+        #: Take results of the step: once its tokens are in the token table, and before ``wait`` returns.
+        self.on_tokens: list[Callable[[], None]] = []
+        self.on_wait: list[Callable[[], None]] = []
         self.swap_seconds: Callable[[], float] | None = None
         self.timer: StepTimer | None = None
         self._batch = batch
@@ -406,14 +276,8 @@ class QueuedStep:
             raise RuntimeError(f"step {self.result.step} is not the oldest one in flight: wait in order, and once")
         self._in_flight.popleft()
         start, result = time.perf_counter(), self.result
-        for seq_id, (first, scored) in self.prompts.items():
-            extra = self._extra(seq_id)
-            extra.prompt_start = first
-            extra.prompt_logprobs = [position for logprobs in scored for position in logprobs.wait()]
-        for seq_id, vector in self.pooled.items():
-            self._extra(seq_id).pooled = vector.tobytes()
-        for seq_id, message in self.failed.items():
-            self._extra(seq_id).error = message
+        for take in self.on_wait:
+            take()
         self.receive()
         if self.timer is not None:
             result.device_seconds, result.idle_seconds = self.timer.wait()
@@ -434,11 +298,11 @@ class QueuedStep:
             result.token_ids = output.token_ids.tolist()
             self._batch.fill(self.sampled.new, output.token_ids)
             for i, logprobs in output.logprobs.items():
-                self._extra(result.seq_ids[i]).logprobs = [logprobs]
+                self.extra(result.seq_ids[i]).logprobs = [logprobs]
             for i, message in output.errors.items():
-                self._extra(result.seq_ids[i]).error = message
-        if self.find_forced is not None:
-            result.forced_tokens = self.find_forced(result.seq_ids)
+                self.extra(result.seq_ids[i]).error = message
+        for take in self.on_tokens:
+            take()
 
     def _accept(self, drafted: DraftedTokens, output: SamplerOutput) -> None:
         """Accepts the sampled tokens that agree with the drafts, and the token after them."""
@@ -449,60 +313,15 @@ class QueuedStep:
             failed = next((i for i in taken if i in output.errors), None)
             if failed is not None:
                 taken = range(start, failed + 1)
-                self._extra(seq_id).error = output.errors[failed]
+                self.extra(seq_id).error = output.errors[failed]
                 del tokens[len(taken) :]
             result.token_ids += tokens
             result.num_tokens.append(len(tokens))
             self._batch.accept(seq_id, tokens)
             if logprobs := [output.logprobs[i] for i in taken if i in output.logprobs]:
-                self._extra(seq_id).logprobs = logprobs
+                self.extra(seq_id).logprobs = logprobs
             start += count
 
-    def _extra(self, seq_id: int) -> SequenceResult:
+    def extra(self, seq_id: int) -> SequenceResult:
+        """The result of one sequence besides its tokens."""
         return self.result.extras.setdefault(seq_id, SequenceResult())
-
-
-class PromptLogprobs:
-    """Scores the prompts of the sequences that ask for ``prompt_logprobs``."""
-
-    def __init__(self, batch: InputBatch, sampler: Sampler, kernels: Kernels, vocab_size: int) -> None:
-        self._batch, self._sampler, self._kernels, self._vocab_size = batch, sampler, kernels, vocab_size
-        #: By sequence id: number of most likely tokens to return at each position.
-        self._counts: dict[int, int] = {}
-
-    def add(self, sequence: NewSequence) -> None:
-        if sequence.task.prompt_logprobs is not None:
-            self._counts[sequence.seq_id] = sequence.task.prompt_logprobs
-
-    def forget(self, seq_id: int) -> None:
-        self._counts.pop(seq_id, None)
-
-    def compute(self, model: Network, inputs: StepInputs, hidden: Array, step: QueuedStep) -> None:
-        """Queues the logprobs of the prompt tokens that follow the positions computed in this step.
-
-        ``hidden``: the step's hidden states, [T, E].
-        """
-        if not self._counts:
-            return
-        table = self._batch.tokens
-        offsets = inputs.arrays["query_start_loc"]
-        for i, seq_id in enumerate(inputs.seq_ids):
-            count = self._counts.get(seq_id)
-            if count is None:
-                continue
-            row, num_prompt = int(inputs.rows[i]), int(table.num_prompt[inputs.rows[i]])
-            # Virtual tokens of an adapter have no logprobs, nor has the token after them.
-            virtual = int(np.count_nonzero(table.ids[row, :num_prompt] >= self._vocab_size))
-            start = max(int(inputs.starts[i]), virtual)
-            stop = min(int(inputs.ends[i]), num_prompt - 1)  # the token after the last one is generated
-            scored = []
-            slot = int(self._batch.adapters[row])
-            for low in range(start, stop, _PROMPT_ROWS):
-                high = min(low + _PROMPT_ROWS, stop)
-                first = int(offsets[i]) + low - int(inputs.starts[i])
-                slots = np.full(high - low, slot, np.int32)
-                self._kernels.adapters.use(self._kernels.wrap(slots) if slot >= 0 else None)
-                logits = model.logits(hidden[first : first + high - low])
-                scored.append(self._sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
-            if scored:
-                step.prompts[seq_id] = start + 1, scored

@@ -15,16 +15,15 @@ from octavo.core.errors import ConfigError
 from octavo.core.outputs import DenseConfig, PoolerActivation
 from octavo.core.plan import NewSequence
 from octavo.core.request import Pool
-from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import Array, Kernels, LayerCache, PackedWeight
-from octavo.runner.input_batch import StepInputs
+from octavo.kernels.forward_batch import ForwardBatch, ForwardOutput
+from octavo.kernels.interface import Array, Kernels, PackedWeight
+from octavo.runner.input_batch import FlatInputs, Int64Array, StepInputs
+from octavo.runner.row_feature import RowFeature
 
 if TYPE_CHECKING:
     from octavo.runner.loaded_model import LoadedModel
     from octavo.runner.model_runner import QueuedStep
 
-
-Caches = list[LayerCache]
 
 #: Tokens whose class scores are computed at once.
 _ROWS = 1024
@@ -40,7 +39,7 @@ class _Pooled:
     rows: NDArray[np.float32] | None = None
 
 
-class Pooling:
+class Pooling(RowFeature):
     """Pools the prompts of the worker's sequences, step by step.
 
     A vector depends neither on the rest of a step nor on how its prompt is cut into steps: the rows of a prompt are
@@ -59,20 +58,18 @@ class Pooling:
             added = None if residual is None else self._kernels.pack([residual], None, dtype=DType.FLOAT32)
             self._dense.append(_Dense(dense, packed, added))
 
-    def add(self, sequence: NewSequence) -> None:
+    def add(self, sequence: NewSequence, row: int) -> None:
         if not isinstance(sequence.task, Pool):
             return
         if sequence.num_computed and sequence.task.needs_all_tokens:
             raise ConfigError(f"a vector needs all tokens, but {sequence.num_computed} are computed already")
         self._held[sequence.seq_id] = _Pooled(sequence.task, sequence.num_prompt_tokens)
 
-    def forget(self, seq_id: int) -> None:
+    def forget(self, seq_id: int, row: int) -> None:
         self._held.pop(seq_id, None)
 
-    def compute(
-        self, inputs: StepInputs, batch: ForwardBatch, hidden: Array, step: QueuedStep, caches: Callable[[], Caches]
-    ) -> None:
-        """Pools the step's ``hidden`` [T, E]; adds the results of complete prompts to ``step``."""
+    def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, step: QueuedStep) -> None:
+        """Pools the step's hidden states; adds the results of complete prompts to ``step``."""
         if not self._held:
             return
         values: NDArray[np.float32] | None = None
@@ -83,7 +80,7 @@ class Pooling:
             if pooled is None:
                 continue
             if values is None:
-                values = self._kernels.to_numpy(hidden)
+                values = self._kernels.to_numpy(output.hidden)
             self._take(pooled, values[offsets[i] : offsets[i + 1]], int(inputs.starts[i]))
             if inputs.ends[i] >= pooled.num_tokens:
                 ended.append((seq_id, pooled))
@@ -91,9 +88,9 @@ class Pooling:
             results = self._finish([(pooled.task, pooled.rows) for _, pooled in ended])
             for (seq_id, _), result in zip(ended, results, strict=True):
                 if np.isfinite(result).all():
-                    step.pooled[seq_id] = result
+                    step.extra(seq_id).pooled = result.tobytes()
                 else:
-                    step.failed[seq_id] = self._explain(inputs, batch, seq_id, caches())
+                    step.extra(seq_id).error = self._explain(inputs, batch, seq_id)
 
     def _take(self, pooled: _Pooled, rows: NDArray[np.float32], start: int) -> None:
         task = pooled.task
@@ -121,13 +118,13 @@ class Pooling:
             total = np.add.reduce(rows if pooled.rows is None else _appended(pooled.rows, rows), axis=0)
             pooled.rows = total if last < pooled.num_tokens else total / _divisor(kind, task.first, last)
 
-    def _explain(self, inputs: StepInputs, batch: ForwardBatch, seq_id: int, caches: Caches) -> str:
+    def _explain(self, inputs: StepInputs, batch: ForwardBatch, seq_id: int) -> str:
         index = inputs.seq_ids.index(seq_id)
         first, last = inputs.arrays["query_start_loc"][index : index + 2].tolist()
         reader = FiniteReader(self._kernels, slice(first, last))
         network = self._loaded.network
         if self._loaded.ranks.incoming is None:
-            network.forward_layers(network.embed(batch.token_ids), batch, caches, reader)
+            network.forward_layers(network.embed(batch.token_ids), batch, self.worker.cache.network_caches, reader)
         place = "after the last layer"
         if reader.first is not None:  # the residual stream before layer 0 is the embedding
             place = f"in layer {reader.first - 1}" if reader.first else "in the embedding"
@@ -212,6 +209,30 @@ class _Dense(NamedTuple):
     config: DenseConfig
     matrix: PackedWeight
     residual: PackedWeight | None
+
+
+class TextPairs(RowFeature):
+    """Token types of pairs of texts that an encoder reads together: 1 from the second text on."""
+
+    def __init__(self, num_rows: int) -> None:
+        #: Position of the second text of the row's pair, 0 without one; and the number of rows with a pair.
+        self._second = np.zeros(num_rows, np.int64)
+        self._num_pairs = 0
+
+    def add(self, sequence: NewSequence, row: int) -> None:
+        if isinstance(sequence.task, Pool) and sequence.task.second_text:
+            self._second[row] = sequence.task.second_text
+            self._num_pairs += 1
+
+    def forget(self, seq_id: int, row: int) -> None:
+        self._num_pairs -= bool(self._second[row])
+        self._second[row] = 0
+
+    def add_arrays(self, inputs: FlatInputs, rows: Int64Array, starts: Int64Array) -> None:
+        if self._num_pairs:
+            second = np.repeat(self._second[rows], np.diff(inputs.arrays["query_start_loc"]))
+            types = (second > 0) & (inputs.arrays["positions"] >= second)
+            inputs.arrays["token_types"] = types.astype(np.int64)
 
 
 class FiniteReader:

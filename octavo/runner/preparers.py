@@ -60,6 +60,12 @@ class Preparer(ABC):
         """Takes a resource that ``prepare`` has made."""
         self._resources[key] = resource
 
+    def find(self, key: str) -> Any:
+        """A prepared resource."""
+        if key not in self._resources:
+            raise RuntimeError(f"{key} is not prepared")
+        return self._resources[key]
+
     def drop(self, key: str) -> None:
         """Frees a resource, and empties its slot."""
         del self._resources[key]
@@ -94,6 +100,9 @@ class Preparer(ABC):
 
     def begin_thread(self) -> None:  # noqa: B027
         """Called first in each thread."""
+
+    def release(self) -> None:  # noqa: B027
+        """Drops captured graphs, as weights may move."""
 
     def detach(self) -> None:  # noqa: B027
         """Drops the network, which is to be freed; resources stay in host memory."""
@@ -192,6 +201,11 @@ class WorkerPreparations:
     def describe(self) -> list[str]:
         """The lines of all kinds for the start's log."""
         return [line for preparer in self._preparers.values() if (line := preparer.describe())]
+
+    def release(self) -> None:
+        """Drops captured graphs, as weights may move."""
+        for preparer in self._preparers.values():
+            preparer.release()
 
     def detach(self) -> None:
         """Waits for running ``prepare`` calls, and drops the network, which is to be freed."""

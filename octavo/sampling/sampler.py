@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
@@ -42,9 +43,13 @@ class Sampler:
         backend: SamplingBackend,
         num_threads: int = 1,
         plugins: LogitsPlugins = NO_PLUGINS,
+        find_grammar: Callable[[Generate], CompiledGrammar | None] = lambda task: None,
     ) -> None:
-        """``num_threads`` compute the masks of grammars; ``plugins``: logits processors for ``extra_args``."""
-        self._plugins = plugins
+        """``num_threads`` compute the masks of grammars; ``plugins``: logits processors for ``extra_args``.
+
+        ``find_grammar``: the compiled grammar of a task, if it has one.
+        """
+        self._plugins, self._find_grammar = plugins, find_grammar
         self.vocab_size = vocab_size
         self._tokens = tokens
         self._backend = backend
@@ -64,7 +69,7 @@ class Sampler:
         self._masks = np.empty((0, mask_words(vocab_size)), np.uint32)
         self._grammar_masks = GrammarMasks(vocab_size, num_threads)
 
-    def add(self, row: int, sequence: NewSequence, grammar: CompiledGrammar | None = None) -> None:
+    def add(self, row: int, sequence: NewSequence) -> None:
         self.remove(row)
         task = sequence.task
         if isinstance(task, Beam):
@@ -82,6 +87,7 @@ class Sampler:
         if params.logprob_token_ids:
             self._listed[row] = params.logprob_token_ids
         num_prompt = sequence.num_prompt_tokens
+        grammar = self._find_grammar(task)
         mask = GrammarMask(grammar, task, num_prompt) if grammar is not None else None
         tokens, vocab_size = sequence.token_ids, self.vocab_size
         self._set_processors(row, LogitsProcessors(task, tokens, num_prompt, vocab_size, mask, self._plugins))
@@ -170,16 +176,12 @@ class Sampler:
         keys = noise.keys(self._seeds[rows], positions)
         counts = self._num_logprobs[rows]
         scored = counts >= 0
-        if self._processors.keys().isdisjoint(row_list):
-            tokens, which = backend.choose(logits, self._filters[rows], keys), np.flatnonzero(scored)
-            logprobs = self._logprobs(tokens, logits, which, which, counts, rows)
-            return PendingSamplerOutput(tokens, backend.fetch(tokens), None, logprobs)
         processed = [i for i, row in enumerate(row_list) if row in self._processors]
         edited = [i for i in processed if scored[i] and not self._processors[row_list[i]].scores_edited]
         changed = np.array(edited, np.int64)
         # Logprobs come from the model's logits: copies of the rows that are about to be changed.
         originals = backend.copy_rows(logits, changed) if len(changed) else logits
-        failed, mask = self._process(logits, row_list, positions.tolist(), processed)
+        failed, mask = self._process(logits, row_list, positions, processed)
         tokens = backend.choose(logits, self._filters[rows], keys, mask)
         scored[edited] = False
         unchanged = np.flatnonzero(scored)
@@ -205,7 +207,7 @@ class Sampler:
         if self._special.isdisjoint(row_list):
             return backend.fetch(backend.choose_most_likely(logits))()
         processed = [i for i, row in enumerate(row_list) if row in self._processors] if edited else []
-        mask = self._process(logits, row_list, positions.tolist(), processed)[1] if processed else None
+        mask = self._process(logits, row_list, positions, processed)[1]
         keys = noise.keys(self._seeds[rows], positions)
         return backend.fetch(backend.choose(logits, self._filters[rows], keys, mask))()
 
@@ -245,12 +247,14 @@ class Sampler:
         return logprobs
 
     def _process(
-        self, logits: Any, rows: list[int], positions: list[int], indices: list[int]
+        self, logits: Any, rows: list[int], positions: Int64Array, indices: list[int]
     ) -> tuple[dict[int, str], NDArray[np.uint32] | None]:
         """Edits the logits at these indices of the batch: error messages by index, and the masks of all rows, if any.
 
         The next call overwrites the masks.
         """
+        if not indices:
+            return {}, None
         edited = [i for i in indices if self._processors[rows[i]].edits_logits]
         editable = self._backend.edit_rows(logits, edited) if edited else {}
         failed: dict[int, str] = {}
@@ -258,7 +262,7 @@ class Sampler:
         bound: dict[int, GrammarMask] = {}
         with np.errstate(over="ignore"):
             for i in indices:
-                row, position = rows[i], positions[i]
+                row, position = rows[i], int(positions[i])
                 processors, token_ids = self._processors[row], self._tokens.ids[row, :position]
                 if position > self._tokens.num_tokens[row]:
                     processors = processors.fork()  # tokens that may be replaced must not be counted

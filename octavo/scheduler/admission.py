@@ -12,8 +12,8 @@ from octavo.memory.block_manager import Release
 from octavo.memory.kv_group import AllocStatus, BlocksNeeded
 from octavo.memory.prefix_cache import NO_REFERENCES, PrefixChain, PrefixMatch
 from octavo.scheduler.groups import CrossContext, SequenceGroup
-from octavo.scheduler.queues import SchedulingState
 from octavo.scheduler.running import Preemption, restore_sharing
+from octavo.scheduler.state import SchedulingState
 from octavo.scheduler.step import Step, allocate_slots, blocks_still_needed, prompt_chunks, schedule_prefill
 
 _NOTHING, _ONE_BLOCK = BlocksNeeded(), BlocksNeeded(1)
@@ -208,7 +208,7 @@ class Admission:
                 schedule_prefill(queues, group, chunks, step)
                 step.budget -= sum(n for _, n in chunks)
         elif len(group.seqs) <= step.budget and allocate_slots(queues, [(s, 1) for s in group.seqs], step):
-            step.decodes += group.seqs
+            step.add_decodes(group.seqs)
             step.budget -= len(group.seqs)
 
         if group.prefilling and step.reserved is not None:

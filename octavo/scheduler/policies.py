@@ -16,10 +16,9 @@ import heapq
 import itertools
 import logging
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -360,58 +359,33 @@ class FairShare(Policy):
 logger = logging.getLogger("octavo")
 
 
-class _Key:
-    """A key of a user's policy, whose comparison is the user's code too. Keys of failed groups go last."""
-
-    __slots__ = ("failed", "group", "guard", "value")
-
-    def __init__(self, guard: GuardedPolicy, group: SequenceGroup, value: Any, failed: bool = False) -> None:
-        self.guard, self.group, self.value, self.failed = guard, group, value, failed
-
-    def __eq__(self, other: object) -> bool:
-        assert isinstance(other, _Key)
-        return self._compare(operator.eq, other, self.failed and other.failed)
-
-    def __lt__(self, other: _Key) -> bool:
-        return self._compare(operator.lt, other, other.failed and not self.failed)
-
-    def __le__(self, other: _Key) -> bool:
-        return not other < self
-
-    def _compare(self, compare: Callable[[Any, Any], Any], other: _Key, if_failed: bool) -> bool:
-        if self.failed or other.failed:
-            return if_failed
-        try:
-            return bool(compare(self.value, other.value))
-        except Exception as e:
-            self.guard.fail(self.group, "key", e)
-            self.failed = True
-            return False
-
-
 class GuardedPolicy(Policy):
     """Calls a policy of the user's. If it raises in a call about a group, that group fails, and nothing else does.
 
     Until the scheduler ends a failed group (``take_failures``), it goes last, and the policy is only told of its end.
+    A key fails that cannot be compared with itself or with the last one. Whatever else a comparison raises is raised by
+    the scheduler.
     """
 
     def __init__(self, name: str, policy: Policy) -> None:
         self._name, self._policy = name, policy
-        for flag in ("dynamic", "preemptive", "uses_priority", "uses_targets", "waiting_keys_grow"):
+        for flag in (name for name, value in vars(Policy).items() if isinstance(value, bool)):
             setattr(self, flag, getattr(policy, flag))
+        for method in ("on_arrival", "on_admit", "on_preempt", "on_sequence_end", "on_end"):
+            setattr(self, method, partial(self._tell, method))
         #: By group id, the method that failed, until the group has ended.
         self._failed: dict[int, str] = {}
         self._failures: list[tuple[SequenceGroup, str]] = []
         self._logged: set[str] = set()
-        for method in ("on_arrival", "on_admit", "on_preempt", "on_sequence_end", "on_end"):
-            setattr(self, method, partial(self._tell, method))
+        #: The last key, to compare others with; none at first and after one that failed.
+        self._last_key: list[Any] = []
 
     def take_failures(self) -> list[tuple[SequenceGroup, str]]:
         """The groups that have failed since the last call, with the errors; some may have ended."""
         failures, self._failures = self._failures, []
         return failures
 
-    def fail(self, group: SequenceGroup, method: str, error: Exception) -> None:
+    def _fail(self, group: SequenceGroup, method: str, error: Exception) -> None:
         message = self._log(method, error)
         if group.group_id not in self._failed:
             self._failed[group.group_id] = method
@@ -425,16 +399,20 @@ class GuardedPolicy(Policy):
             logger.error("%s; further errors of this method are not logged", message, exc_info=error)
         return message
 
-    def key(self, group: SequenceGroup) -> _Key:
+    def key(self, group: SequenceGroup) -> tuple[bool, Any]:
+        """(whether the group has failed, its key)."""
         if group.group_id not in self._failed:
             try:
-                value = self._policy.key(group)
-                if value < value or not value == value:  # None raises here, and "not a number" has no order
-                    raise ValueError(f"the key {value!r} cannot be ordered")
-                return _Key(self, group, value)
+                key = self._policy.key(group)
+                if key < key or not key == key:  # "not a number" has no order
+                    raise ValueError(f"the key {key!r} cannot be ordered")
+                last, self._last_key = self._last_key, []
+                sorted([key, *last])  # raises if their types cannot be compared
+                self._last_key = [key]
+                return False, key
             except Exception as e:
-                self.fail(group, "key", e)
-        return _Key(self, group, None, failed=True)
+                self._fail(group, "key", e)
+        return True, None
 
     def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
         if waiting.group_id in self._failed or running.group_id in self._failed:
@@ -442,7 +420,7 @@ class GuardedPolicy(Policy):
         try:
             return bool(self._policy.displaces(waiting, running))
         except Exception as e:
-            self.fail(waiting, "displaces", e)
+            self._fail(waiting, "displaces", e)
             return False
 
     def lane(self, group: SequenceGroup) -> Hashable:
@@ -452,7 +430,7 @@ class GuardedPolicy(Policy):
                 hash(lane)
                 return lane
             except Exception as e:
-                self.fail(group, "lane", e)
+                self._fail(group, "lane", e)
         return self, group.group_id
 
     def _tell(self, method: str, subject: SequenceGroup | groups.Sequence, *args: object) -> None:
@@ -462,7 +440,7 @@ class GuardedPolicy(Policy):
             try:
                 getattr(self._policy, method)(subject, *args)
             except Exception as e:
-                self.fail(group, method, e)
+                self._fail(group, method, e)
         if method == "on_end":
             self._failed.pop(group.group_id, None)
 

@@ -11,8 +11,8 @@ from octavo.core.errors import WorkerError
 from octavo.core.plan import StepResult
 from octavo.core.request import DraftStats, SequenceStatus
 from octavo.core.stats import SchedulerStats
-from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.queues import SchedulingState
+from octavo.scheduler.groups import Sequence, SequenceGroup
+from octavo.scheduler.state import SchedulingState
 from octavo.scheduler.step import Chunks, Step, allocate_slots, prompt_chunks, schedule_prefill
 from octavo.speculation.drafter import BY_WORKER
 from octavo.speculation.speculator import Speculator, Waiting
@@ -33,8 +33,7 @@ class Running:
         """Schedules the running groups; returns those that do not fit even with all blocks to themselves."""
         queues = self._queues
         chunks = self._split_budget(step)
-        running, decodes = queues.running, step.decodes
-        exceeding = []
+        running, exceeding = queues.running, []
         most_decodes = -(-queues.num_running_seqs // self._num_stages)
         # Slots of these decodes are allocated together: a block is available for each, even if it copies one.
         available = queues.blocks.num_available
@@ -45,8 +44,9 @@ class Running:
             steady.restart()
             without_slots = []
         first = steady.num_groups
-        decodes += steady.columns.seqs
-        together: Chunks = [(decodes[position], 1) for position in without_slots]
+        together: Chunks = [(steady.columns.seqs[position], 1) for position in without_slots]
+        decodes: list[Sequence] = []  # behind the steady ones
+        most_decodes -= len(steady.columns)
         # Preempted groups are behind ``group``, or ``group`` is the last one and preempts itself.
         for position, group in enumerate(itertools.islice(running, first, None), first + 1):
             seqs = group.seqs
@@ -82,14 +82,12 @@ class Running:
                 self._preemption.preempt(group, step)
             available = queues.blocks.num_available
         self._allocate_together(together, step)
-        if first:
-            size = queues.blocks.block_size
-            step.num_ended = queues.num_ended
-            step.steady, last, step.ending = steady.schedule(without_slots)
-            for position in last:
-                seq = step.steady.seqs[position]
-                if not (seq.num_computed + 1) % size:
-                    step.filled.append((seq, seq.num_computed + 1))
+        columns, last, ending = steady.schedule(without_slots)
+        step.begin_decodes(columns, ending, decodes)
+        for position in last:
+            seq = columns.seqs[position]
+            if not (seq.num_computed + 1) % queues.blocks.block_size:
+                step.filled.append((seq, seq.num_computed + 1))
         return exceeding
 
     def _decode(self, group: SequenceGroup, step: Step) -> Chunks:
@@ -354,9 +352,10 @@ class Drafting:
         if left <= 0:
             return
         decodes, drafted, propose = [], [], self._speculator.propose
-        for position, seq in enumerate(step.decodes):
+        others = step.decodes.seqs[len(step.steady) :]  # steady ones are never drafted
+        for position, seq in enumerate(others):
             if left <= 0:
-                decodes += step.decodes[position:]
+                decodes += others[position:]
                 break
             # The token behind the last draft is sampled too, and the last one that the limit allows is not computed.
             most = seq.max_length - 2 - seq.num_computed
@@ -370,7 +369,8 @@ class Drafting:
             else:
                 decodes.append(seq)
         if drafted:
-            step.decodes, step.drafted = decodes, drafted
+            step.begin_decodes(step.steady, step.steady_apart, decodes)
+            step.drafted = drafted
             self._add_slots(step)
 
     def _add_slots(self, step: Step) -> None:
@@ -394,7 +394,7 @@ class Drafting:
                         changes += one
             step.table_changes += changes
         if lacking:
-            step.decodes += [seq for seq, _ in step.drafted if seq.seq_id in lacking]
+            step.add_decodes([seq for seq, _ in step.drafted if seq.seq_id in lacking])
             step.drafted = [(seq, tokens) for seq, tokens in step.drafted if seq.seq_id not in lacking]
         for seq, _ in step.drafted:
             seq.slots_end = 0  # until it is known how many are accepted

@@ -14,8 +14,8 @@ from octavo.memory.kv_group import AllocStatus
 from octavo.scheduler.admission import Admission, Displacement
 from octavo.scheduler.groups import SequenceGroup, suspend
 from octavo.scheduler.preparations import Preparations
-from octavo.scheduler.queues import SchedulingState
 from octavo.scheduler.running import Drafting, MoveCost, Preemption, Running
+from octavo.scheduler.state import SchedulingState
 from octavo.scheduler.step import Step, advance, make_plan
 from octavo.scheduler.step_results import Results
 from octavo.speculation.speculator import Speculator
@@ -67,7 +67,7 @@ class Scheduler:
         self._budgets = options.token_budget, options.encoder_budget
         self._in_flight: dict[int, Step] = {}
         self._pending_outputs: list[GroupOutput] = []
-        #: The last plan, which may not have been submitted.
+        #: The last plan, which may not have been submitted; None if its result is known.
         self._last_plan: StepPlan | None = None
         #: Outputs of the last ``update``, until its caller has taken them.
         self.unreported: EngineCoreOutputs | None = None
@@ -99,16 +99,18 @@ class Scheduler:
         """Plans the next step; with steps in flight, only if it ``can_run_ahead``."""
         if self._in_flight and not self.can_run_ahead:
             raise RuntimeError(f"step {min(self._in_flight)} is in flight and its result is needed first")
-        step = Step(self._clock(), *self._budgets)
+        step = Step(self._clock(), *self._budgets, num_ended=self.queues.num_ended)
         drafting = self._drafting
         if drafting is None or (self._num_stages == 1 and not drafting.may_draft(self._in_flight)):
             drafting = None
         # A prompt that is computed whole may need the whole budget.
         reserved = drafting.reserve(step.budget) if drafting is not None and self.options.cuts_prompts else 0
         step.budget -= reserved
+        # 1. The order of the groups, and preemption for a waiting one.
         self.queues.reorder(step.now)
         self.preparations.place_pinned()
         preempting = self._displacement.preempt_for_waiting(step) if self._displaces else None
+        # 2. Running groups, then waiting and swapped ones.
         if self.options.batching == "prefill_first":
             self._schedule_prefill_first(step, preempting)
         else:
@@ -118,9 +120,11 @@ class Scheduler:
             elif not step.blocked_on_memory:  # preempted groups must neither be overtaken nor resume at once
                 self._admission.schedule_waiting(step)
         self._end_unservable(step)
+        # 3. Drafts, with what is left of budget and blocks.
         step.budget += reserved
         if drafting is not None:
             drafting.add_drafts(step)
+        # 4. The plan; then the tokens count as computed.
         self._stats.steps = self.queues.last_step = self._stats.steps + 1
         plan = self._last_plan = make_plan(self.queues, step, self._stats.steps)
         self.preparations.begin(step.now)
@@ -206,6 +210,8 @@ class Scheduler:
         if step.prefills:  # a step planned ahead starts when the one before it is done
             self._last_prompt_latency = now - max(step.now, self._last_update)
         self._last_update, cost = now, self._preemption.cost
+        if plan is self._last_plan:
+            self._last_plan = None  # it may have many prompts
         for num_bytes, seconds in result.swaps:
             cost.observe_move(num_bytes, seconds)
         if step.num_prompt_tokens > 4 * len(step.decodes) and result.seconds:
@@ -224,7 +230,7 @@ class Scheduler:
         """Ends with an error every group of a plan that failed, and those whose blocks it was to move."""
         step = self._in_flight.pop(plan.step)
         self.queues.last_result = plan.step
-        decoding = [*step.decodes, *(s for s, _ in step.drafted), *(s for s, _ in step.extended)]
+        decoding = [*step.decodes.seqs, *(s for s, _ in step.drafted), *(s for s, _ in step.extended)]
         lost = step.prefill_groups + step.swapped_groups + step.with_contexts
         groups = {g.group_id: g for g in [s.group for s in decoding] + lost}
         self.preparations.repeat(plan)

@@ -18,7 +18,7 @@ from octavo.scheduler.groups import CrossContext, Sequence, SequenceGroup
 from octavo.speculation.drafter import BY_WORKER
 
 if TYPE_CHECKING:
-    from octavo.scheduler.queues import SchedulingState
+    from octavo.scheduler.state import SchedulingState
 
 
 #: Sequences of one group, each with its number of tokens to compute.
@@ -26,7 +26,7 @@ Chunks = list[tuple[Sequence, int]]
 
 
 @dataclass(slots=True, eq=False)
-class Columns:
+class Decodes:
     """Columns of sequences that decode one token each, in their running order: what plans and results need."""
 
     seqs: list[Sequence] = field(default_factory=list)
@@ -37,8 +37,11 @@ class Columns:
     #: Stop tokens of all sequences, maybe also of some that have left.
     stop_token_ids: frozenset[int] = frozenset()
 
-    def copy(self) -> Columns:
-        columns = Columns(self.seqs.copy(), self.seq_ids.copy(), self.group_ids.copy(), self.indexes.copy())
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def copy(self) -> Decodes:
+        columns = Decodes(self.seqs.copy(), self.seq_ids.copy(), self.group_ids.copy(), self.indexes.copy())
         columns.token_ids, columns.stop_token_ids = self.token_ids.copy(), self.stop_token_ids
         return columns
 
@@ -48,14 +51,16 @@ class Columns:
         self.group_ids += [seq.group.group_id for seq in seqs]
         self.indexes += [seq.index for seq in seqs]
         self.token_ids += [seq.token_ids for seq in seqs]
-        self.stop_token_ids = self.stop_token_ids.union(*{seq.stop_token_ids for seq in seqs})
+        stop_token_ids = {seq.stop_token_ids for seq in seqs}
+        if stop_token_ids != {self.stop_token_ids}:
+            self.stop_token_ids = self.stop_token_ids.union(*stop_token_ids)
 
     def remove(self, position: int) -> None:
         for column in (self.seqs, self.seq_ids, self.group_ids, self.indexes, self.token_ids):
             del column[position]
 
 
-_NO_COLUMNS = Columns()
+_NO_DECODES = Decodes()
 
 
 class Step(msgspec.Struct, eq=False):
@@ -69,12 +74,14 @@ class Step(msgspec.Struct, eq=False):
     forced_budget: int = 0
     #: Whether it was planned with all results known, so that drafts could be proposed.
     may_draft: bool = False
-    decodes: list[Sequence] = []
-    #: The first of ``decodes``, which go on as in the step before; positions of those that sample their last token.
-    steady: Columns = _NO_COLUMNS
-    ending: list[int] = []
     #: ``SchedulingState.num_ended`` before the step.
     num_ended: int = 0
+    #: Sequences that decode one token. The first of them are ``steady``: they go on as in the step before.
+    decodes: Decodes = _NO_DECODES
+    steady: Decodes = _NO_DECODES
+    #: Positions in both of those whose tokens need a closer look: they sample their last token, or are beams.
+    apart: list[int] = []
+    steady_apart: list[int] = []
     #: Decodes with drafts behind their token.
     drafted: list[tuple[Sequence, list[int]]] = []
     #: Decodes that also compute the tokens that a grammar has forced.
@@ -107,6 +114,22 @@ class Step(msgspec.Struct, eq=False):
     #: Tokens of the group that others were preempted for: not in ``budget`` until that group is admitted.
     held_back: int = 0
     num_prompt_tokens: int = 0
+
+    def begin_decodes(self, steady: Decodes, apart: list[int], others: list[Sequence]) -> None:
+        """Schedules a token of each steady sequence, and of each of the others."""
+        self.decodes = self.steady = steady
+        self.apart = self.steady_apart = apart
+        self.add_decodes(others)
+
+    def add_decodes(self, seqs: list[Sequence]) -> None:
+        if not seqs:
+            return
+        if self.decodes is self.steady:  # other steps have it too
+            self.decodes, self.apart = self.steady.copy(), self.steady_apart.copy()
+        for position, seq in enumerate(seqs, len(self.decodes)):
+            if seq.num_computed + 2 >= seq.max_length or seq.group.beam is not None:
+                self.apart.append(position)
+        self.decodes.extend(seqs)
 
 
 def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, options: SchedulerOptions) -> Chunks:
@@ -215,8 +238,7 @@ def make_plan(queues: SchedulingState, step: Step, number: int) -> StepPlan:
     moves = queues.blocks.take_moves()
     plan = StepPlan(step=number, blocks_to_swap_out=moves.swap_out, blocks_to_swap_in=moves.swap_in)
     plan.blocks_to_copy = moves.copy
-    plan.seq_ids = step.steady.seq_ids.copy()
-    plan.seq_ids += [s.seq_id for s in itertools.islice(step.decodes, len(plan.seq_ids), None)]
+    plan.seq_ids = step.decodes.seq_ids.copy()
     plan.num_tokens = [1] * len(plan.seq_ids)
     for seq, drafts in step.drafted:
         plan.seq_ids.append(seq.seq_id)
@@ -293,9 +315,9 @@ def _new_sequence(seq: Sequence) -> NewSequence:
 def advance(queues: SchedulingState, step: Step) -> None:
     """Counts the tokens of a step as computed: every later plan starts from there."""
     size, filled = queues.blocks.block_size, step.filled
-    for seq in step.decodes:
+    for seq in step.decodes.seqs:
         seq.num_computed += 1
-    for seq in itertools.islice(step.decodes, len(step.steady.seqs), None):
+    for seq in itertools.islice(step.decodes.seqs, len(step.steady), None):
         if not seq.num_computed % size:
             filled.append((seq, seq.num_computed))
     for seq, drafts in step.drafted:
@@ -330,7 +352,7 @@ class SteadyDecodes:
     """
 
     def __init__(self) -> None:
-        self.columns = Columns()
+        self.columns = Decodes()
         self.num_groups = 0
         #: Whether a step in flight has the columns too, so that they must be copied before a change.
         self._shared = False
@@ -340,15 +362,20 @@ class SteadyDecodes:
 
     def restart(self) -> None:
         if self.num_groups:
-            self.columns, self._shared, self.num_groups = Columns(), False, 0
+            self.columns, self._shared, self.num_groups = Decodes(), False, 0
             self._last_steps.clear()
 
     def extend(self, running: SequenceOf[SequenceGroup]) -> None:
         if self.num_groups == len(running):
             return
-        groups = list(itertools.takewhile(_is_steady, itertools.islice(running, self.num_groups, None)))
-        seqs = [group.seqs[0] for group in groups if not group.seqs[0].is_ending]
-        self.num_groups += len(groups)
+        seqs = []
+        for group in itertools.islice(running, self.num_groups, None):
+            if not _is_steady(group):
+                break
+            self.num_groups += 1
+            seq = group.seqs[0]
+            if seq.num_computed + 1 < seq.max_length:  # else its last token is in flight
+                seqs.append(seq)
         if seqs:
             self._own_columns().extend(seqs)
             self._last_steps += bytes(map(self._last_step, seqs))
@@ -364,7 +391,7 @@ class SteadyDecodes:
         """Positions of sequences that have used their last slot, or whose slots exceeded ``_NUMBERS``."""
         return self._with_last_step(self._step)
 
-    def schedule(self, without_slots: list[int]) -> tuple[Columns, list[int], list[int]]:
+    def schedule(self, without_slots: list[int]) -> tuple[Decodes, list[int], list[int]]:
         """Schedules a token of each sequence; the sequences at ``without_slots`` have got new slots.
 
         Returns the columns for that step, which must not be changed; the positions of the sequences that use their last
@@ -395,7 +422,7 @@ class SteadyDecodes:
             slots = 0 if slots < 0 else _NUMBERS - 1
         return (self._step + slots) % _NUMBERS
 
-    def _own_columns(self) -> Columns:
+    def _own_columns(self) -> Decodes:
         if self._shared:
             self.columns, self._shared = self.columns.copy(), False
         return self.columns

@@ -11,8 +11,8 @@ from octavo.core.plan import EngineCoreOutputs, GroupOutput, SequenceOutput, Seq
 from octavo.core.request import BeamUpdate, Generate, SequenceStatus
 from octavo.memory.kv_group import AllocStatus
 from octavo.scheduler.groups import Candidates, Sequence, SequenceGroup
-from octavo.scheduler.queues import SchedulingState
 from octavo.scheduler.running import Drafting
+from octavo.scheduler.state import SchedulingState
 from octavo.scheduler.step import Step
 
 
@@ -71,8 +71,8 @@ class Results:
         """Returns the sequences that end, and adds groups of beams to ``beams``."""
         sequences, extras = self._queues.sequences, result.extras
         ended: list[Sequence] = []
-        several = result.num_tokens or extras
-        for seq_id, new in _tokens_of(result) if several else self._append_one_each(step, result, outputs):
+        several = result.num_tokens or result.seq_ids[: len(step.decodes)] != step.decodes.seq_ids
+        for seq_id, new in _tokens_of(result) if several else self._append_decodes(step, result, outputs):
             seq = sequences.get(seq_id)
             if seq is None:  # aborted while the step ran
                 continue
@@ -92,48 +92,30 @@ class Results:
                 ended.append(seq)
         return ended
 
-    def _append_one_each(
+    def _append_decodes(
         self, step: Step, result: StepResult, outputs: EngineCoreOutputs
-    ) -> list[tuple[int, list[int]]]:
-        """Appends one token to each sequence that continues (nearly all); returns the other sequences and tokens."""
-        find, others = self._queues.sequences.get, []
-        left = self._append_steady(step, result, outputs)
-        add_group, add_index, add_token = outputs.group_ids.append, outputs.indexes.append, outputs.token_ids.append
-        for seq_id, token in left:
-            seq = find(seq_id)
-            if seq is None:
-                continue
-            group, tokens = seq.group, seq.token_ids
-            if group.beam is None and token not in seq.stop_token_ids and len(tokens) + 1 < seq.max_length:
-                tokens.append(token)
-                add_group(group.group_id)
-                add_index(seq.index)
-                add_token(token)
-            else:
-                others.append((seq_id, [token]))
-        return others
-
-    def _append_steady(self, step: Step, result: StepResult, outputs: EngineCoreOutputs) -> Iterable[tuple[int, int]]:
-        """Appends the tokens of the steady sequences that continue; returns the other sequences and tokens."""
-        columns, count = step.steady, len(step.steady.seq_ids)
-        if result.seq_ids[:count] != columns.seq_ids:
-            return zip(result.seq_ids, result.token_ids, strict=True)
-        tokens, apart = result.token_ids[:count], step.ending
-        if not columns.stop_token_ids.isdisjoint(result.token_ids):
-            apart = [*apart, *(i for i, seq in enumerate(columns.seqs) if tokens[i] in seq.stop_token_ids)]
+    ) -> Iterable[tuple[int, list[int]]]:
+        """Appends the tokens of the decodes that continue, which are nearly all; returns the other tokens."""
+        decodes, count = step.decodes, len(step.decodes)
+        tokens, apart, extras = result.token_ids[:count], step.apart, result.extras
+        if not decodes.stop_token_ids.isdisjoint(tokens):
+            apart = [*apart, *(i for i, seq in enumerate(decodes.seqs) if tokens[i] in seq.stop_token_ids)]
         if self._queues.num_ended > step.num_ended:
             unfinished = self._queues.sequences
-            apart = [*apart, *(i for i, seq_id in enumerate(columns.seq_ids) if seq_id not in unfinished)]
-        if apart:  # they end with their tokens, or have ended while the step ran
-            apart, columns = sorted({*apart}), columns.copy()
+            apart = [*apart, *(i for i, seq_id in enumerate(decodes.seq_ids) if seq_id not in unfinished)]
+        if extras:
+            apart = [*apart, *(i for i, seq_id in enumerate(decodes.seq_ids) if seq_id in extras)]
+        if apart:
+            apart, decodes = sorted({*apart}), decodes.copy()
             for position in reversed(apart):
-                columns.remove(position)
+                decodes.remove(position)
                 del tokens[position]
-        for token_ids, token in zip(columns.token_ids, tokens, strict=True):
+        for token_ids, token in zip(decodes.token_ids, tokens, strict=True):
             token_ids.append(token)
-        outputs.group_ids, outputs.indexes, outputs.token_ids = columns.group_ids.copy(), columns.indexes.copy(), tokens
-        others = zip(result.seq_ids[count:], result.token_ids[count:], strict=True)
-        return [*((result.seq_ids[i], result.token_ids[i]) for i in apart), *others] if apart else others
+        outputs.group_ids, outputs.indexes, outputs.token_ids = decodes.group_ids.copy(), decodes.indexes.copy(), tokens
+        positions = [*apart, *range(count, len(result.seq_ids))]
+        left = [(result.seq_ids[i], [result.token_ids[i]]) for i in positions]
+        return itertools.chain(left, _without_tokens(result)) if extras else left
 
     def _append_forced(self, result: StepResult, updates: list[SequenceOutput]) -> list[Sequence]:
         """Appends uncomputed tokens that grammars force; returns the sequences that end."""
@@ -224,17 +206,19 @@ class Results:
 
 
 def _tokens_of(result: StepResult) -> Iterator[tuple[int, list[int]]]:
-    """The sampled tokens of each sequence; none for a sequence with other results, such as prompt logprobs."""
+    """The sampled tokens of each sequence; none for a sequence with other results alone."""
     if result.num_tokens:
         tokens = iter(result.token_ids)
         new = [list(itertools.islice(tokens, count)) for count in result.num_tokens]
     else:
         new = [[token] for token in result.token_ids]
-    sampled = zip(result.seq_ids, new, strict=True)
-    if not result.extras:
-        return sampled
+    return itertools.chain(zip(result.seq_ids, new, strict=True), _without_tokens(result))
+
+
+def _without_tokens(result: StepResult) -> Iterator[tuple[int, list[int]]]:
+    """The sequences that have other results only, such as prompt logprobs."""
     seq_ids = set(result.seq_ids)
-    return itertools.chain(sampled, ((seq_id, []) for seq_id in result.extras if seq_id not in seq_ids))
+    return ((seq_id, []) for seq_id in result.extras if seq_id not in seq_ids)
 
 
 def _append(seq: Sequence, new: list[int], update: SequenceOutput) -> None:

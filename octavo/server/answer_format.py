@@ -5,41 +5,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import re
-from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Mapping, MutableMapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
-from pydantic_core import from_json
 from starlette.requests import Request
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ReasoningMarks
 from octavo.core.sampling_params import (
-    FORMS,
-    TOO_COSTLY,
-    UNUSABLE,
-    BeamSearchParams,
-    SamplingParams,
     StructuredOutputsParams,
     structured_outputs_of,
 )
 from octavo.engine.chat_messages import HERMES, CallFormat
 from octavo.engine.tokenizer import Tokenizer
-from octavo.grammar.json_schema import closed, read_json, with_options
-from octavo.server.http.errors import invalid, unsupported
+from octavo.grammar.json_schema import forbid_extra_properties, read_json, with_options
+from octavo.server.http.errors import invalid_at, unsupported
 from octavo.server.http.middleware import client_of
 from octavo.server.logging import log_fields
-from octavo.server.openai.protocol import CustomTool, FunctionTool, OtherTool
 from octavo.server.reasoning_parsers import ReasoningParser, find_reasoning_parser, load_reasoning_parser
 from octavo.server.tool_parsers import ToolParser, find_tool_parser, load_tool_parser
 from octavo.server.tool_parsers.formats import Hermes
 from octavo.server.tool_parsers.tool_parser import CallGrammar
 
 if TYPE_CHECKING:
-    from octavo.server.openai.protocol import FormFields, ResponseFormat, Tool, ToolChoice
+    from octavo.server.chat_call import RequestTools
+    from octavo.server.openai.protocol import FormFields, ResponseFormat
     from octavo.server.state import ServerState
 
 
@@ -62,13 +54,21 @@ _OTHER_NAMES = {
 class AnswerFormat(NamedTuple):
     """Structured outputs, and the path in the request that asks for them."""
 
-    #: Such as ``response_format.json_schema.schema``; replaces ``structured_outputs.json`` in errors.
+    #: Such as ``response_format.json_schema.schema``.
     path: str
     params: StructuredOutputsParams
 
     @property
     def field(self) -> str:
         return self.path.partition(".")[0]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Paths of ``structured_outputs`` in errors -> the request's."""
+        names = {f"structured_outputs.{self.params.form}": self.path}
+        if self.field == "guided_json":
+            names["structured_outputs.whitespace_pattern"] = "guided_whitespace_pattern"
+        return names
 
 
 def read_answer_format(body: FormFields) -> AnswerFormat | None:
@@ -89,14 +89,13 @@ def read_answer_format(body: FormFields) -> AnswerFormat | None:
         try:
             formats[field] = AnswerFormat(field, StructuredOutputsParams(**options))
         except InvalidRequestError as e:
-            for path in (f"structured_outputs.{form}" for form in FORMS):
-                if str(e).startswith(path):
-                    raise InvalidRequestError(str(e).replace(path, field, 1)) from None
-            raise
+            raise e.renamed({f"structured_outputs.{name}": field}) from None
     if len({_canonical(each.params) for each in formats.values()}) > 1:
-        raise invalid(list(formats)[-1], f"{' and '.join(formats)} each set the format of the answer; send one of them")
+        raise invalid_at(
+            list(formats)[-1], f"{' and '.join(formats)} each set the format of the answer; send one of them"
+        )
     if body.guided_whitespace_pattern and "guided_json" not in formats:
-        raise invalid("guided_whitespace_pattern", "guided_whitespace_pattern is allowed only with guided_json")
+        raise invalid_at("guided_whitespace_pattern", "is allowed only with guided_json")
     return next(iter(formats.values()), None)
 
 
@@ -111,14 +110,14 @@ def _read_response_format(response_format: ResponseFormat) -> AnswerFormat | Non
     for name, kind in _KIND_OF_FIELD.items():
         if getattr(response_format, name) is not None and kind != response_format.type:
             name = name.rstrip("_")
-            raise invalid("response_format", f"response_format.{name} is not of type {response_format.type!r}")
+            raise invalid_at(f"response_format.{name}", f"is not of type {response_format.type!r}")
     if response_format.type == "json_object":
         if response_format.schema_ is not None:
             return AnswerFormat("response_format.schema", StructuredOutputsParams(json=response_format.schema_))
         return AnswerFormat("response_format", StructuredOutputsParams(json_object=True))
     if response_format.type == "json_schema":
         if response_format.json_schema is None or response_format.json_schema.schema_ in (None, False):
-            raise invalid("response_format", "response_format.json_schema.schema must be a JSON schema")
+            raise invalid_at("response_format.json_schema.schema", "must be a JSON schema")
         params = StructuredOutputsParams(
             json=response_format.json_schema.schema_,
             disable_additional_properties=response_format.json_schema.strict or None,
@@ -139,25 +138,6 @@ def _canonical(params: StructuredOutputsParams) -> str:
             with contextlib.suppress(ValueError, RecursionError):
                 fields[name] = json.loads(fields[name])
     return json.dumps(fields, sort_keys=True)
-
-
-def rename_structured_outputs(error: InvalidRequestError, body: FormFields) -> InvalidRequestError:
-    """The error with the path that the request used in place of ``structured_outputs``."""
-    answer_format = read_answer_format(body)
-    if answer_format is None:
-        return error
-    message = str(error).replace(f"structured_outputs.{answer_format.params.form}", answer_format.path, 1)
-    if answer_format.field == "guided_json":
-        message = message.replace("structured_outputs.whitespace_pattern", "guided_whitespace_pattern", 1)
-    return InvalidRequestError(message)
-
-
-def format_error(error: str | None, params: SamplingParams | BeamSearchParams) -> str | None:
-    """The message of an engine's error about the structured outputs of a request; None: it has another cause."""
-    structured = params.structured_outputs if isinstance(params, SamplingParams) else None
-    if structured is None or error is None or not error.startswith((UNUSABLE, TOO_COSTLY)):
-        return None
-    return f"structured_outputs.{structured.form}: {error.partition(chr(10))[0]}"
 
 
 #: The response's header with the schema keywords that the grammar does not enforce.
@@ -182,195 +162,6 @@ def report_relaxed_keywords(scope: MutableMapping[str, Any], paths: Sequence[str
     value = ", ".join(shown)
     scope.setdefault("state", {}).setdefault("response_headers", {})[RELAXED_HEADER] = value
     log_fields(scope)["relaxed_schema"] = value
-
-
-# The tools of a chat request.
-
-#: The limit of OpenAI's API.
-MAX_TOOLS = 128
-_MAX_DEPTH = 64
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
-#: Keywords whose value is a schema, a list of schemas, or a mapping of names to schemas.
-_SCHEMA_KEYWORDS = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
-_LIST_KEYWORDS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_MAPPING_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTools:
-    """The tools of a chat request, custom ones as functions, and the choice among them."""
-
-    #: The argument ``tools`` of the chat template.
-    shown: list[dict[str, Any]] | None
-    #: Parameter schemas by name of the functions that may be called.
-    callable: Mapping[str, Mapping[str, Any]]
-    #: "named": the one function in ``callable`` must be called.
-    choice: Literal["none", "auto", "required", "named"]
-    #: Functions whose calls a grammar constrains also if the model may choose to call.
-    strict: frozenset[str]
-    parallel: bool
-    #: Position of each function in the request.
-    positions: Mapping[str, int]
-    #: Functions that stand for custom tools.
-    custom: frozenset[str] = frozenset()
-
-    @property
-    def must_call(self) -> bool:
-        """Whether the answer must consist of calls."""
-        return self.choice in ("required", "named")
-
-
-def read_tools(
-    tools: list[Tool] | None,
-    tool_choice: str | ToolChoice | None = None,
-    parallel_tool_calls: bool | None = None,
-    leave_out: Callable[[str, str], None] | None = None,
-) -> RequestTools:
-    """``leave_out`` gets the path and type of each tool that only another service could run (None: refused)."""
-    entries = tools or []
-    if len(entries) > MAX_TOOLS:
-        raise invalid("tools", f"tools has {len(entries)} functions; at most {MAX_TOOLS} are served")
-    schemas: dict[str, Mapping[str, Any]] = {}
-    shown: list[dict[str, Any]] = []
-    positions: dict[str, int] = {}
-    strict, custom = set[str](), set[str]()
-    for i, tool in enumerate(entries):
-        if isinstance(tool, OtherTool):
-            if leave_out is None or "function" in (tool.model_extra or {}):  # whose type must be function
-                raise unsupported("tools", f"tools[{i}].type {tool.type!r:.100} is not supported: only functions are")
-            leave_out(f"tools[{i}]", tool.type)
-            continue
-        kind = tool.type
-        name = tool.function.name if isinstance(tool, FunctionTool) else tool.custom.name
-        if not _TOOL_NAME.fullmatch(name):
-            message = f"tools[{i}].{kind}.name must be 1 to 64 letters, digits, _ and -, not {name!r:.100}"
-            raise invalid("tools", message)
-        if name in schemas:
-            raise invalid("tools", f"tools[{i}].{kind}.name: there are two functions {name!r}")
-        positions[name] = i
-        if isinstance(tool, CustomTool):
-            function = custom_function(tool.custom.description, tool.custom.format)
-            schemas[name] = function["parameters"]
-            shown.append({"type": "function", "function": {"name": name, **function}})
-            custom.add(name)
-        else:
-            schemas[name] = _parameter_schema(tool, i)
-            shown.append(tool.sent)
-            strict |= {name} if tool.function.strict else set()
-    choice, names = _read_tool_choice(tool_choice, list(schemas))
-    if choice == "none":
-        return RequestTools(None, {}, choice, frozenset(), False, {})
-    return RequestTools(
-        shown=shown,
-        callable={name: schemas[name] for name in names},
-        choice=choice,
-        strict=frozenset(strict & set(names)),
-        parallel=parallel_tool_calls is not False and choice != "named",
-        positions=positions,
-        custom=frozenset(custom),
-    )
-
-
-def custom_function(description: str | None, input_format: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Description and parameters of the function that stands for a custom tool.
-
-    ``input_format`` is the tool's ``format``, of a chat or a response; a grammar becomes part of the description.
-    """
-    text = description or ""
-    if input_format is not None and input_format.get("type") == "grammar":
-        nested = input_format.get("grammar")
-        grammar = nested if isinstance(nested, dict) else input_format
-        text += f"\nThe input follows this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}"
-    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-    described = {"description": text.strip()} if text.strip() else {}
-    return {**described, "parameters": {**schema, "additionalProperties": False}}
-
-
-def custom_input(arguments: str) -> str:
-    """The input of a custom tool call, whose arguments may be truncated."""
-    try:
-        value = from_json(arguments or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        return arguments
-    return str(value["input"]) if isinstance(value, dict) and "input" in value else arguments
-
-
-def _parameter_schema(tool: FunctionTool, index: int) -> Mapping[str, Any]:
-    schema = tool.function.parameters
-    path = f"tools[{index}].function.parameters"
-    if not schema:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    if schema.get("type", "object") != "object":
-        raise invalid("tools", f"{path}.type must be 'object', not {schema['type']!r:.100}")
-    _check_schema(schema, path, 0)
-    return {"type": "object", **schema}
-
-
-def _check_schema(schema: object, path: str, depth: int) -> None:
-    """Refuses values that cannot be a JSON schema; the grammar checks the keywords."""
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        raise invalid("tools", f"{path} must be a JSON schema, an object, not {schema!r:.100}")
-    if depth > _MAX_DEPTH:
-        raise invalid("tools", f"{path} is nested more than {_MAX_DEPTH} levels deep")
-    types = schema.get("type", [])
-    for kind in types if isinstance(types, list) else [types]:
-        if not isinstance(kind, str) or kind not in _JSON_TYPES:
-            raise invalid("tools", f"{path}.type must be a JSON type, not {kind!r:.100}")
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise invalid("tools", f"{path}.required must be a list of names, not {required!r:.100}")
-    for key in _SCHEMA_KEYWORDS:
-        if key in schema and not (key == "items" and isinstance(schema[key], list)):
-            _check_schema(schema[key], f"{path}.{key}", depth + 1)
-    for key in _LIST_KEYWORDS:
-        if not isinstance(schema.get(key, []), list):
-            raise invalid("tools", f"{path}.{key} must be a list of schemas, not {schema[key]!r:.100}")
-        for k, item in enumerate(schema.get(key, [])):
-            _check_schema(item, f"{path}.{key}[{k}]", depth + 1)
-    for key in _MAPPING_KEYWORDS:
-        if not isinstance(schema.get(key, {}), dict):
-            raise invalid("tools", f"{path}.{key} must map names to schemas, not {schema[key]!r:.100}")
-        for name, item in schema.get(key, {}).items():
-            _check_schema(item, f"{path}.{key}.{name}", depth + 1)
-
-
-def _read_tool_choice(
-    tool_choice: str | ToolChoice | None, names: list[str]
-) -> tuple[Literal["none", "auto", "required", "named"], list[str]]:
-    """The choice, and the names of the functions that may be called."""
-    if tool_choice is None or tool_choice == "auto":
-        return ("auto" if names else "none"), names
-    if tool_choice == "none":
-        return "none", []
-    if not names:
-        raise invalid("tool_choice", "tool_choice is allowed only with tools")
-    if tool_choice == "required":
-        return "required", names
-    if isinstance(tool_choice, str):
-        raise invalid("tool_choice", f"tool_choice must be none, auto, required or an object, not {tool_choice!r:.100}")
-    if tool_choice.name is not None:
-        return "named", _check_names([tool_choice.name], names)
-    if tool_choice.type == "allowed_tools" and tool_choice.allowed_tools is not None:
-        allowed = tool_choice.allowed_tools
-        functions = _check_names([tool.name for tool in allowed.tools if tool.name is not None], names)
-        if not functions:
-            raise invalid("tool_choice", "tool_choice.allowed_tools.tools must name a function")
-        return allowed.mode, [name for name in names if name in functions]
-    raise invalid(
-        "tool_choice",
-        'tool_choice must be {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", '
-        f'"allowed_tools": {{"mode": ..., "tools": [...]}}}}; its type is {tool_choice.type!r:.100}',
-    )
-
-
-def _check_names(functions: list[str], names: list[str]) -> list[str]:
-    for name in functions:
-        if name not in names:
-            raise invalid("tool_choice", f"tool_choice names the function {name!r:.100}, which is not among tools")
-    return functions
 
 
 # The grammar of a chat's answer.
@@ -413,26 +204,26 @@ def _rule(answer: StructuredOutputsParams) -> str:
         if not isinstance(schema, dict):
             schema = {}
         elif answer.disable_additional_properties is not False:
-            schema = closed(schema)
+            schema = forbid_extra_properties(schema)
         schema = with_options(schema, answer)
         if answer.strict:  # see ``grammar_source``
             schema["x-guidance"]["strict"] = True
         return f"%json {json.dumps(schema)}"
     if answer.choice is not None:
         return " | ".join(msgspec.json.encode(text).decode() for text in answer.choice)
-    message = f"optional tool calls are not supported with structured_outputs.{answer.form}"
-    raise unsupported("tools", f"{message}: set tool_choice to none or required, or use json or choice")
+    problem = f"optional calls are not supported with structured_outputs.{answer.form}"
+    raise unsupported("tools", f"{problem}: set tool_choice to none or required, or use json or choice")
 
 
 async def blame_tool(service: ServerState, request: Request, tools: RequestTools) -> None:
     """Raises an error about the first tool whose schema alone cannot be compiled."""
-    for name, schema in tools.callable.items():
-        alone = StructuredOutputsParams(json=closed(dict(schema)), strict=name in tools.strict)
+    for function in tools.functions.values():
+        schema = forbid_extra_properties(dict(function.parameters))
+        alone = StructuredOutputsParams(json=schema, strict=function.is_strict)
         try:
             await service.llm.inputs.grammars.compile_for(client_of(request), alone)
         except InvalidRequestError as e:
-            path = f"tools[{tools.positions[name]}].function.parameters"
-            raise invalid("tools", str(e).replace("structured_outputs.json", path, 1)) from None
+            raise e.renamed({"structured_outputs.json": function.parameters_path}) from None
 
 
 # The parsers of the served model: named by options, or detected from its chat template.

@@ -12,10 +12,11 @@ from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.core.sampling_params import DefaultMaxTokens
+from octavo.core.sampling_params import DefaultMaxTokens, StructuredOutputsParams
+from octavo.server.answer_format import AnswerFormat
 from octavo.server.chat import Chat, ChoiceEvents, num_chat_tokens, prepare_chat
+from octavo.server.chat_call import ChatCall, Function, RequestTools, generation_fields
 from octavo.server.fields import (
-    CACHED,
     REFUSED,
     SEEN,
     EngineFields,
@@ -24,25 +25,22 @@ from octavo.server.fields import (
     PositiveInt,
     RequestModel,
     ResponseModel,
-    hint,
-    refused,
 )
-from octavo.server.http.bodies import read_model, run_in_thread_if_large
-from octavo.server.http.errors import ApiError, anthropic_error, renamed_errors, wrong
+from octavo.server.http.bodies import run_in_thread_if_large
+from octavo.server.http.errors import ApiError, anthropic_error, invalid_at
 from octavo.server.http.streaming import Event, PendingChat
-from octavo.server.openai.protocol import ChatCompletionRequest, SamplingFields
-from octavo.server.prompt_inputs import thinking_variables
+from octavo.server.openai.protocol import SamplingFields
+from octavo.server.prompt_inputs import THINKING_VARIABLES
 from octavo.server.state import ServerState, state_of
 from octavo.server.tool_parsers.tool_parser import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
 
 # The routes.
 
-#: Names of chat fields on this route, for errors.
-RENAMED = {
-    "max_completion_tokens": "max_tokens",
+#: Names of fields of the call on this route, for errors.
+_NAMES = {
+    "prompt": "messages",
     "stop": "stop_sequences",
-    "response_format": "output_config",
-    "reasoning_effort": "output_config",
+    "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice",
 }
 
@@ -51,9 +49,8 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Answers a conversation, as one message or as a stream of events."""
     service = state_of(request)
     deadline = service.deadline()
-    with renamed_errors(RENAMED):
-        chat = await run_in_thread_if_large(request, _chat_request, service, body)
-        pending = _PendingMessage(await prepare_chat(service, request, chat, prefix="msg"), body.max_tokens)
+    call = await run_in_thread_if_large(request, chat_call, service, body)
+    pending = _PendingMessage(await prepare_chat(service, request, call, prefix="msg"), body.max_tokens)
     return await pending.respond(request, body.stream, deadline)
 
 
@@ -61,22 +58,11 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> TokenCount
     """Counts the tokens of a conversation as the chat template writes it."""
     service = state_of(request)
     await service.model(body.model)
-    with renamed_errors(RENAMED):
-        chat = await run_in_thread_if_large(request, _chat_request, service, body)
-        return TokenCount(input_tokens=await num_chat_tokens(service, request, chat))
-
-
-def _chat_request(service: ServerState, body: CountTokensRequest) -> ChatCompletionRequest:
-    chat = read_model(ChatCompletionRequest, chat_body(service, body), service)
-    if isinstance(body, MessagesRequest):
-        # As in Anthropic's API, the context may end the message: agents ask for the maximum.
-        chat.max_completion_tokens = DefaultMaxTokens(body.max_tokens)
-    return chat
+    call = await run_in_thread_if_large(request, chat_call, service, body)
+    return TokenCount(input_tokens=await num_chat_tokens(service, request, call))
 
 
 class _PendingMessage(PendingChat):
-    names = RENAMED
-
     def __init__(self, chat: Chat, max_tokens: int) -> None:
         super().__init__(chat)
         self._max_tokens = max_tokens
@@ -132,39 +118,41 @@ class _PendingMessage(PendingChat):
         return ("stop_sequence", stop) if isinstance(stop, str) else ("end_turn", None)
 
 
-# From a Messages request to a chat request.
+# From a Messages request to a call.
 
 
-def chat_body(service: ServerState, body: CountTokensRequest) -> dict[str, Any]:
-    """The fields of the chat request that stands for a Messages request."""
+def chat_call(service: ServerState, body: CountTokensRequest) -> ChatCall:
     messages = _chat_messages(body)
-    chat = {name: value for name in SamplingFields.model_fields if (value := getattr(body, name)) is not None}
-    chat |= {"model": body.model, "messages": messages} | _tool_fields(service, body)
-    if messages and messages[-1]["role"] == "assistant":
-        if "tool_calls" in messages[-1]:
-            raise wrong("messages", "the last message uses a tool; its tool_result must follow")
-        chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    if (config := body.output_config) is not None:
-        if config.effort is not None:
-            chat["reasoning_effort"] = config.effort
-        if config.format is not None:
-            schema = {"name": "output", "schema": config.format.schema_}
-            chat["response_format"] = {"type": "json_schema", "json_schema": schema}
-    variables: dict[str, Any] = {}
-    if (thinking := body.thinking) is not None:
-        if thinking.budget_tokens is not None and body.thinking_token_budget is None:
-            chat["thinking_token_budget"] = thinking.budget_tokens
-        if thinking.display == "omitted":
-            chat["include_reasoning"] = False
-        if thinking.type != "adaptive":
-            enabled = thinking.type == "enabled"
-            variables |= thinking_variables(service, enabled=enabled, has_tools=bool(body.tools))
-    if variables := {**variables, **(body.chat_template_kwargs or {})}:
-        chat["chat_template_kwargs"] = variables
+    continues = bool(messages) and messages[-1]["role"] == "assistant"
+    if continues and "tool_calls" in messages[-1]:
+        raise invalid_at("messages", "the last message uses a tool; its tool_result must follow")
+    variables, thinking, config = body.chat_template_kwargs or {}, body.thinking, body.output_config
+    answer_format = None
+    if config is not None and config.format is not None:
+        answer_format = AnswerFormat("output_config.format.schema", StructuredOutputsParams(json=config.format.schema_))
+    fields: dict[str, Any] = {}
+    if thinking is not None and thinking.budget_tokens is not None and body.thinking_token_budget is None:
+        fields["thinking_token_budget"] = thinking.budget_tokens
+    max_tokens = None
     if isinstance(body, MessagesRequest):
-        chat |= {"stop": body.stop_sequences, "stream": body.stream}
-        chat["user"] = body.metadata and body.metadata.user_id
-    return chat
+        # As in Anthropic's API, the context may end the message: agents ask for the maximum.
+        max_tokens = DefaultMaxTokens(body.max_tokens)
+        fields |= {"stop": body.stop_sequences, "user": body.metadata and body.metadata.user_id}
+    # Variables that the request sets itself count more than ``thinking``.
+    switches = thinking is not None and thinking.type != "adaptive" and not variables.keys() & set(THINKING_VARIABLES)
+    return ChatCall(
+        messages=messages,
+        tools=_read_tools(service, body),
+        variables=variables,
+        thinks=thinking.type == "enabled" if thinking is not None and switches else None,
+        reasoning_effort=None if config is None else config.effort,
+        continues=continues,
+        fields=generation_fields(body, **fields),
+        answer_format=answer_format,
+        max_tokens=max_tokens,
+        includes_reasoning=thinking is None or thinking.display != "omitted",
+        names=_NAMES,
+    )
 
 
 def _chat_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -204,7 +192,7 @@ def _chat_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 
 def _tool_message(block: ToolResultParam | WebSearchResultParam, tool_use_ids: set[str], path: str) -> dict[str, Any]:
     if block.tool_use_id not in tool_use_ids:
-        raise wrong(f"{path}.tool_use_id", f"there is no tool_use {block.tool_use_id[:100]!r} before it")
+        raise invalid_at(f"{path}.tool_use_id", f"there is no tool_use {block.tool_use_id[:100]!r} before it")
     content: list[dict[str, Any]] = []
     if isinstance(block, WebSearchResultParam):
         if isinstance(block.content, WebSearchError):
@@ -237,7 +225,7 @@ def _parts(block: ContentBlock, path: str) -> list[dict[str, Any]]:
         header = {"title": block.title, "context": block.context}
         field = "data" if block.source.type == "text" else "content"
         if (content := getattr(block.source, field)) is None:
-            raise wrong(f"{path}.source.{field}", f"it is missing, for a source of type {block.source.type!r}")
+            raise invalid_at(f"{path}.source.{field}", f"it is missing, for a source of type {block.source.type!r}")
         if isinstance(content, str):
             parts = _text_parts(content)
         else:
@@ -254,7 +242,7 @@ def _part(block: TextBlockParam | ImageBlockParam, path: str) -> dict[str, Any]:
     source = block.source
     field = "data" if source.type == "base64" else "url"
     if (value := getattr(source, field)) is None:
-        raise wrong(f"{path}.source.{field}", f"it is missing, for a source of type {source.type!r}")
+        raise invalid_at(f"{path}.source.{field}", f"it is missing, for a source of type {source.type!r}")
     url = f"data:{source.media_type or ''};base64,{value}" if field == "data" else value
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -264,9 +252,8 @@ def _text_parts(value: str | Sequence[TextBlockParam]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def _tool_fields(service: ServerState, body: CountTokensRequest) -> dict[str, Any]:
-    """The fields ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of the chat request."""
-    tools = []
+def _read_tools(service: ServerState, body: CountTokensRequest) -> RequestTools:
+    functions: list[Function] = []
     for i, tool in enumerate(body.tools or []):
         if not isinstance(tool, ClientTool):
             service.leave_out_tool(f"tools[{i}]", tool.type)
@@ -275,16 +262,15 @@ def _tool_fields(service: ServerState, body: CountTokensRequest) -> dict[str, An
         if tool.input_examples:
             examples = json.dumps(tool.input_examples, ensure_ascii=False)
             description = f"{description or ''}\nExamples of its input: {examples}".strip()
-        fields = {"parameters": tool.input_schema, "description": description, "strict": tool.strict}
-        function = {"name": tool.name, **{name: value for name, value in fields.items() if value is not None}}
-        tools.append({"type": "function", "function": function})
-    chat: dict[str, Any] = {"tools": tools} if tools else {}
-    if (choice := body.tool_choice) is not None:
-        named = {"type": "function", "function": {"name": choice.name or ""}}
-        chat["tool_choice"] = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
-        if choice.disable_parallel_tool_use:
-            chat["parallel_tool_calls"] = False
-    return chat
+        named = {"parameters": tool.input_schema, "description": description, "strict": tool.strict}
+        functions.append(Function.of(f"tools[{i}]", tool.name, named, field="input_schema"))
+    choice = body.tool_choice
+    if choice is None:
+        return RequestTools.of(functions)
+    if choice.type == "tool":
+        return RequestTools.of(functions, "named", [choice.name or ""])
+    kind: Literal["auto", "required", "none"] = "required" if choice.type == "any" else choice.type
+    return RequestTools.of(functions, kind, parallel=not choice.disable_parallel_tool_use)
 
 
 # From the events of a choice to a message.
@@ -363,14 +349,10 @@ class GrowingMessage:
 
 # Request bodies.
 
-_BY_THE_MODEL = "tools are used by the model"
-
 
 class TextBlockParam(RequestModel):
     type: Literal["text"]
     text: str
-    cache_control: Any = hint(CACHED)
-    citations: Any = hint("sources of what an earlier answer says")
 
 
 class ImageSource(RequestModel):
@@ -383,7 +365,6 @@ class ImageSource(RequestModel):
 class ImageBlockParam(RequestModel):
     type: Annotated[Literal["image"], SEEN]
     source: ImageSource
-    cache_control: Any = hint(CACHED)
 
 
 def _is_readable(kind: str | None) -> str | None:
@@ -417,8 +398,6 @@ class DocumentBlockParam(RequestModel):
     source: DocumentSource
     title: str | None = None
     context: str | None = None
-    citations: Any = refused("the model does not cite", {"enabled": False})
-    cache_control: Any = hint(CACHED)
 
 
 class SearchResultParam(RequestModel):
@@ -428,8 +407,6 @@ class SearchResultParam(RequestModel):
     source: str
     title: str
     content: list[TextBlockParam]
-    citations: Any = refused("the model does not cite", {"enabled": False})
-    cache_control: Any = hint(CACHED)
 
 
 class ToolUseParam(RequestModel):
@@ -437,8 +414,6 @@ class ToolUseParam(RequestModel):
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: Any = hint(CACHED)
-    caller: Any = refused(_BY_THE_MODEL, {"type": "direct"})
 
 
 ContentBlock = TextBlockParam | ImageBlockParam | DocumentBlockParam | SearchResultParam
@@ -449,7 +424,6 @@ class ToolResultParam(RequestModel):
     tool_use_id: str
     content: str | list[Annotated[ContentBlock, Field(discriminator="type")]] | None = None
     is_error: bool | None = None
-    cache_control: Any = hint(CACHED)
 
 
 class ServerToolUseParam(RequestModel):
@@ -457,8 +431,6 @@ class ServerToolUseParam(RequestModel):
     id: str
     name: Annotated[str | None, AfterValidator(_is_named), Field(validate_default=True)] = None
     input: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
-    cache_control: Any = hint(CACHED)
-    caller: Any = hint("the model has its result")
 
 
 class WebSearchResult(RequestModel):
@@ -466,7 +438,6 @@ class WebSearchResult(RequestModel):
     title: str
     url: str
     page_age: str | None = None
-    encrypted_content: Any = hint("only the service that wrote it can read it")
 
 
 class WebSearchError(RequestModel):
@@ -480,14 +451,11 @@ class WebSearchResultParam(RequestModel):
     type: Literal["web_search_tool_result"]
     tool_use_id: str
     content: list[WebSearchResult] | WebSearchError
-    cache_control: Any = hint(CACHED)
-    caller: Any = hint("the model has its result")
 
 
 class ThinkingParam(RequestModel):
     type: Literal["thinking"]
     thinking: str
-    signature: Any = hint("thinking is not signed here")
 
 
 class UserMessage(RequestModel):
@@ -518,10 +486,6 @@ class ClientTool(RequestModel):
     description: str | None = None
     input_examples: list[dict[str, Any]] | None = None
     strict: bool | None = None
-    cache_control: Any = hint(CACHED)
-    eager_input_streaming: Any = hint("what the pieces of an answer add up to is the same")
-    defer_loading: Any = hint("all tools are loaded")
-    allowed_callers: Any = refused(_BY_THE_MODEL, ["direct"])
 
 
 class OtherTool(RequestModel):
@@ -601,23 +565,6 @@ class CountTokensRequest(SamplingFields, EngineFields):
     output_config: OutputConfig | None = Field(None, description="effort, and the format of the text as a JSON schema.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
     context_management: ContextManagement | None = Field(None, description="Only edits that keep everything.")
-    cache_control: Any = hint(CACHED)
-    user_profile_id: Any = hint("a label of the client's")
-    workspace_id: Any = hint("a label of the client's")
-    anthropic_version: Any = hint("there is one version of this API")
-    anthropic_beta: Any = hint("each field says itself what it asks for")
-    betas: Any = hint("each field says itself what it asks for")
-    billing_policy: Any = hint("there is no bill")
-    fallback_credit_token: Any = hint("there is no bill")
-    fallbacks: Any = hint("no answer is withheld, after which another model would be asked")
-    speed: Any = hint("there is one speed")
-    container: Any = refused("code is not run")
-    mcp_servers: Any = refused("MCP servers are not called; a client can offer their tools as its own", [])
-    inference_geo: Any = refused("the model runs where this server does")
-    diagnostics: Any = refused("/metrics counts what the prefix cache finds")
-    compaction: Any = refused("send the messages that the model shall see")
-    thread: Any = refused("send the messages that the model shall see")
-    n: Any = refused("there is one message for each request", 1)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -679,22 +626,6 @@ class MessageObject(ResponseModel):
 
 class TokenCount(ResponseModel):
     input_tokens: int
-
-
-class AnthropicModel(ResponseModel):
-    """A served model, as Anthropic's API describes one."""
-
-    type: Literal["model"]
-    id: str
-    display_name: str
-    created_at: str
-
-
-class AnthropicModelList(ResponseModel):
-    data: list[AnthropicModel]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class AnthropicErrorDetail(ResponseModel):

@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import time
-import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -18,13 +17,15 @@ from starlette.responses import Response
 
 from octavo.config.server_options import FORM_BYTES
 from octavo.core.errors import AudioError, ConfigError, WorkerError
+from octavo.core.outputs import RequestOutput
 from octavo.process.children import WorkThread
-from octavo.server.fields import Name, QueuedFields, Seed, hint, refused
-from octavo.server.generation import request_options
+from octavo.server.engine_call import EngineCall, new_response_id, request_options
+from octavo.server.fields import Name, QueuedFields, Seed
 from octavo.server.http.bodies import read_model
-from octavo.server.http.errors import ApiError, invalid, server_error
+from octavo.server.http.errors import ApiError, invalid
 from octavo.server.http.streaming import EventStream, with_cancellation
 from octavo.server.logging import log_fields
+from octavo.server.metrics import RequestObserver
 from octavo.server.state import ServerState, state_of
 from octavo.speech.audio_files import AudioLimits
 from octavo.speech.audio_reader import AudioReader, SandboxRecording
@@ -35,7 +36,6 @@ logger = logging.getLogger("octavo.server")
 
 # Fields of requests, which are the parts of a form.
 
-_SAMPLER = "the temperature is what there is"
 #: Fields whose values are texts; the values of others are read as JSON where they are JSON.
 _TEXTS = frozenset({"model", "language", "prompt", "hotwords", "response_format", "user", "cache_salt", "to_language"})
 #: Fields that may be repeated, as ``name[]``.
@@ -68,34 +68,16 @@ class AudioRequest(QueuedFields):
         None, description="A window with a higher probability of silence has no text (default: 0.6)."
     )
     seed: Seed | None = Field(None, description="Makes sampling reproducible.")
-    include: Any = refused("logprobs are not sent; verbose_json has the mean of each segment", [])
-    chunking_strategy: Any = hint("a window begins where what was said before it ends")
-    known_speaker_names: Any = refused("speakers are not told apart", [])
-    known_speaker_references: Any = refused("speakers are not told apart", [])
-    vad_filter: Any = refused("silence is found by the model's own probability (no_speech_threshold)", False)
-    use_beam_search: Any = refused("answers are drawn one at a time", False)
-    n: Any = refused("there is one answer", 1)
-    max_completion_tokens: Any = refused("the model's context bounds the answer to each 30 seconds")
-    top_p: Any = refused(_SAMPLER, 1)
-    top_k: Any = refused(_SAMPLER, 0, -1)
-    min_p: Any = refused(_SAMPLER, 0)
-    repetition_penalty: Any = refused(_SAMPLER, 1)
-    frequency_penalty: Any = refused(_SAMPLER, 0)
-    presence_penalty: Any = refused(_SAMPLER, 0)
-    stream_include_usage: Any = hint("the last event has it")
-    stream_continuous_usage_stats: Any = hint("the last event has it")
-    vllm_xargs: Any = refused("there is nothing that takes arguments here", {})
 
 
 class TranscriptionRequest(AudioRequest):
     timestamp_granularities: list[Literal["segment", "word"]] | None = Field(
         None, description="Timestamps of verbose_json (default: segments); sent as timestamp_granularities[]."
     )
-    to_language: Any = refused("/v1/audio/translations translates into English")
 
 
 class TranslationRequest(AudioRequest):
-    to_language: Any = refused("translations are English", "en", "english")
+    """A recording to translate into English."""
 
 
 def read_values(parts: Iterable[tuple[str, str]]) -> dict[str, Any]:
@@ -273,74 +255,50 @@ def granularities(body: AudioRequest) -> Sequence[str]:
     return (body.timestamp_granularities or ()) if isinstance(body, TranscriptionRequest) else ()
 
 
-class AudioRun:
-    """The recording of a request, decoded in the sandbox; its windows are requests of the engine."""
+async def transcribe(
+    call: EngineCall[RequestOutput], upload: Upload, params: TranscriptionParams, *, scores: bool
+) -> AsyncGenerator[Segment | Transcription, None]:
+    """The segments of the recording, and then the whole; the end of the iteration ends the work in the engine.
 
-    def __init__(self, request: Request, service: ServerState, body: AudioRequest, task: Task) -> None:
-        self._request, self._service, self.body = request, service, body
-        self._params = make_params(body, task)
-        next(service.llm.front_end.speech.loop(self._params))  # checks them
-        self._id = f"audio-{uuid.uuid4().hex}"
-        self._begun = time.monotonic()
-        self._options = request_options(request, body)
-
-    async def parts(self, upload: Upload) -> AsyncGenerator[Segment | Transcription, None]:
-        """The segments of the recording, and then the whole; the end of the iteration ends the work in the engine."""
-        service, reason = self._service, "abort"
-        service.queue.enter({self._id: 1})
-        try:
-            opened = await self._open(upload)
-        finally:
-            service.queue.leave(self._id)
-        # A stream has no field for them.
-        scores = self.body.response_format == "verbose_json" and not self.body.stream
-        try:
-            made = service.llm.transcribe(self._id, opened, self._params, self._options, scores=scores)
-            async with contextlib.aclosing(made):
-                async for part in made:
-                    if isinstance(part, Transcription):
-                        reason = "stop"
-                        self._count(part)
-                    yield part
-        except AudioError as e:
-            reason = "error"
-            raise invalid_audio(e) from None
-        except WorkerError as e:
-            reason = "error"
-            logger.error("request %s failed: %s", self._id, e)
-            raise server_error(500, "the engine failed on the recording", "engine_error", param=_FILE) from None
-        finally:
-            service.metrics.finished(reason).inc()
-
-    async def _open(self, upload: Upload) -> SandboxRecording:
-        options = self._service.options
-        limits = AudioLimits(options.max_audio_bytes, options.max_audio_seconds)
-        reader = AudioReader(self._service.llm.inputs.sandbox, limits)
-        try:
-            return await reader.open(upload.data, client=self._options.client, name=upload.name)
-        except AudioError as e:
-            raise invalid_audio(e) from None
-        except ConfigError as e:  # its message names folders of this machine
-            logger.error("%s", e)
-            message = "this server reads no recordings: the extra octavo[audio] is not installed"
-            # Not 501, which would be right: clients repeat requests with a status from 500 on.
-            raise invalid(_FILE, message, "audio_not_installed") from None
-
-    def _count(self, made: Transcription) -> None:
-        metrics = self._service.metrics
-        metrics.prompt_tokens.inc(made.prompt_tokens + audio_tokens(made))
-        metrics.generation_tokens.inc(made.completion_tokens)
-        metrics.duration.observe(time.monotonic() - self._begun)
-        log_fields(self._request.scope).update(
-            audio_seconds=round(made.duration, 2), completion_tokens=made.completion_tokens
-        )
-
-    async def whole(self, upload: Upload) -> Transcription:
-        async with contextlib.aclosing(self.parts(upload)) as parts:
-            async for part in parts:
+    The recording is decoded in the sandbox; its windows are requests of the engine.
+    """
+    service, begun = call.service, time.monotonic()
+    with call.admitted({call.response_id: 1}):
+        opened = await _open(service, upload, call.options.client)
+    observer = RequestObserver(service.metrics)
+    try:
+        made = service.llm.transcribe(call.response_id, opened, params, call.options, scores=scores)
+        async with contextlib.aclosing(made):
+            async for part in made:
                 if isinstance(part, Transcription):
-                    return part
-        raise AssertionError("a transcription ends with the whole")
+                    observer.add_prompt(part.prompt_tokens + audio_tokens(part))
+                    observer.add_tokens(part.completion_tokens)
+                    observer.end("stop", time.monotonic() - begun)
+                    log_fields(call.request.scope).update(
+                        audio_seconds=round(part.duration, 2), completion_tokens=part.completion_tokens
+                    )
+                yield part
+    except AudioError as e:
+        observer.end("error")
+        raise invalid_audio(e) from None
+    except WorkerError as e:
+        observer.end("error")
+        raise call.engine_failed(call.response_id, e, "the recording", _FILE) from None
+    finally:
+        observer.close()
+
+
+async def _open(service: ServerState, upload: Upload, client: str) -> SandboxRecording:
+    limits = AudioLimits(service.options.max_audio_bytes, service.options.max_audio_seconds)
+    try:
+        return await AudioReader(service.llm.inputs.sandbox, limits).open(upload.data, client=client, name=upload.name)
+    except AudioError as e:
+        raise invalid_audio(e) from None
+    except ConfigError as e:  # its message names folders of this machine
+        logger.error("%s", e)
+        message = "this server reads no recordings: the extra octavo[audio] is not installed"
+        # Not 501, which would be right: clients repeat requests with a status from 500 on.
+        raise invalid(_FILE, message, "audio_not_installed") from None
 
 
 def invalid_audio(error: AudioError) -> ApiError:
@@ -378,10 +336,27 @@ async def _respond(request: Request, kind: type[AudioRequest], task: Task) -> Re
     if "word" in granularities(body) and body.response_format != "verbose_json":
         name = "timestamp_granularities"
         raise invalid(name, f"{name}: times of words need response_format verbose_json")
-    run = AudioRun(request, service, body, task)
+    params = make_params(body, task)
+    next(service.llm.front_end.speech.loop(params))  # checks them
+    call = EngineCall[RequestOutput](
+        service=service,
+        request=request,
+        model=model,
+        response_id=new_response_id("audio"),
+        options=request_options(request, body),
+    )
+    # A stream has no field for the scores.
+    parts = transcribe(call, upload, params, scores=body.response_format == "verbose_json" and not body.stream)
     if body.stream:
-        return EventStream(_events(run, upload), deadline)
-    made: Transcription = await with_cancellation(request.receive, run.whole(upload), deadline)
+        return EventStream(_events(parts), deadline)
+
+    async def finish() -> Transcription:
+        async with contextlib.aclosing(parts):
+            *_, made = [part async for part in parts]
+        assert isinstance(made, Transcription)
+        return made
+
+    made = await with_cancellation(request.receive, finish(), deadline)
     if body.response_format in _TEXT_FORMATS:
         write, media_type = _TEXT_FORMATS[body.response_format]
         return Response(write(made), media_type=media_type)
@@ -392,9 +367,9 @@ async def _respond(request: Request, kind: type[AudioRequest], task: Task) -> Re
     return Response(_json(content), media_type="application/json")
 
 
-async def _events(run: AudioRun, upload: Upload) -> AsyncGenerator[bytes, None]:
+async def _events(parts: AsyncGenerator[Segment | Transcription, None]) -> AsyncGenerator[bytes, None]:
     is_first = True
-    async with contextlib.aclosing(run.parts(upload)) as parts:
+    async with contextlib.aclosing(parts):
         async for part in parts:
             if isinstance(part, Segment):
                 text, is_first = part.text.lstrip() if is_first else part.text, False

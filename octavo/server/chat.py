@@ -1,7 +1,7 @@
 """A chat request: its prompt, its generation, and the events of each choice. All routes that chat use it.
 
-Routes other than ``/v1/chat/completions`` convert their bodies to a ``ChatCompletionRequest`` first. ``prepare_chat``
-validates, renders and tokenizes it; ``Chat.outputs`` yields lists of ``ChoiceEvents``.
+Each route makes a ``ChatCall`` of its body. ``prepare_chat`` renders and tokenizes it; ``Chat.outputs`` yields lists of
+``ChoiceEvents``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -23,19 +24,16 @@ from octavo.engine.tokenizer import TextStream
 from octavo.server.answer_format import (
     answer_grammar,
     blame_tool,
-    read_answer_format,
-    read_tools,
     special_tokens,
     visible_tokens,
 )
 from octavo.server.generation import make_generation
-from octavo.server.http.bodies import run_in_thread_if_large
-from octavo.server.http.errors import ApiError, unsupported
+from octavo.server.http.errors import renamed_errors, unsupported
 from octavo.server.prompt_inputs import (
     THINKING_VARIABLES,
     chat_tokens,
     choose_request_template,
-    read_prediction,
+    encode,
     render_chat,
 )
 from octavo.server.reasoning_parsers import ReasoningParser, Thinking
@@ -43,60 +41,63 @@ from octavo.server.tool_parsers.formats import Hermes
 from octavo.server.tool_parsers.tool_parser import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart, ToolParser
 
 if TYPE_CHECKING:
-    from octavo.server.answer_format import RequestTools
+    from octavo.core.request import TokensPrompt
+    from octavo.server.chat_call import ChatCall, RequestTools
     from octavo.server.generation import Generation
-    from octavo.server.openai.protocol import ChatCompletionRequest
     from octavo.server.prompt_inputs import RequestTemplate
-    from octavo.server.state import ServerState
+    from octavo.server.state import ServedModel, ServerState
 
 
-async def prepare_chat(service: ServerState, request: Request, body: ChatCompletionRequest, *, prefix: str) -> Chat:
-    """Validates a chat request, renders and tokenizes its prompt, and prepares its generation.
+async def prepare_chat(service: ServerState, request: Request, call: ChatCall, *, prefix: str) -> Chat:
+    """Renders and tokenizes the prompt of a chat, and prepares its generation.
 
-    ``prefix`` begins the id of the response. Errors name fields of ``body``.
+    ``prefix`` begins the id of the response. Errors name fields as the route does (``ChatCall.names``).
     """
-    model = await service.model(body.model)
-    top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    if body.logprob_token_ids is not None:
-        top_logprobs = len(body.logprob_token_ids)
-    elif body.top_logprobs is not None and top_logprobs is None:
-        raise ApiError(400, "top_logprobs is allowed only with logprobs=true", param="top_logprobs")
-    tools = await run_in_thread_if_large(
-        request, read_tools, body.tools, body.tool_choice, body.parallel_tool_calls, service.leave_out_tool
-    )
-    prompt = await make_chat_prompt(service, request, body, tools)
-    tokens = await chat_tokens(service, request, body, prompt.text)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if max_tokens is None and not body.has_no_token_limit:
+    with renamed_errors(call.names):
+        model = await service.model(call.fields.model)
+        prompt = await make_chat_prompt(service, request, call)
+        return await begin_chat(service, request, call, model, prompt, prefix=prefix)
+
+
+async def begin_chat(
+    service: ServerState, request: Request, call: ChatCall, model: ServedModel, prompt: ChatPrompt, *, prefix: str
+) -> Chat:
+    """Prepares the generation of a chat whose prompt has been made."""
+    max_tokens, prediction = call.max_tokens, None
+    if max_tokens is None and not call.has_no_token_limit:
         max_tokens = service.default_max_tokens(None)
+    if call.prediction is not None:
+        [prediction] = await encode(service, [call.prediction], add_special_tokens=False, param="prediction")
     generation = make_generation(
         service,
         request,
-        body,
+        call.fields,
         model,
-        [tokens],
+        [prompt.tokens],
         prefix=prefix,
         max_tokens=max_tokens,
-        logprobs=top_logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-        prediction=await read_prediction(service, body.prediction),
+        logprobs=call.top_logprobs,
+        prompt_logprobs=call.fields.prompt_logprobs,
+        answer_format=call.answer_format,
+        names=call.names,
+        prediction=prediction,
         visible_tokens=prompt.visible_tokens,
         reasoning=prompt.marks,
     )
-    grammar_has_tools = _constrain_answer(service, generation.params, prompt, tools)
-    return Chat(body, generation, prompt, tools, top_logprobs, grammar_has_tools)
+    grammar_has_tools = _constrain_answer(service, generation.params, prompt, call.tools)
+    return Chat(call, generation, prompt, grammar_has_tools)
 
 
-async def num_chat_tokens(service: ServerState, request: Request, body: ChatCompletionRequest) -> int:
-    prompt = await make_chat_prompt(service, request, body, read_tools(body.tools, body.tool_choice))
-    return len((await chat_tokens(service, request, body, prompt.text))["prompt_token_ids"])
+async def num_chat_tokens(service: ServerState, request: Request, call: ChatCall) -> int:
+    with renamed_errors(call.names):
+        return len((await make_chat_prompt(service, request, call)).tokens["prompt_token_ids"])
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The rendered prompt of a chat, and how its answer is parsed."""
+    """The rendered and tokenized prompt of a chat, and how its answer is parsed."""
 
-    text: str
+    tokens: TokensPrompt
     #: None: tool calls stay in the content.
     tool_parser: type[ToolParser] | None
     #: How the model writes tool calls; None: there is no grammar of its format, or no tools.
@@ -111,28 +112,20 @@ class ChatPrompt:
     grammar_begins_after: list[int]
 
 
-async def make_chat_prompt(
-    service: ServerState, request: Request, body: ChatCompletionRequest, tools: RequestTools
-) -> ChatPrompt:
-    """Renders the messages with the chat template and chooses the parsers of the answer."""
-    service.images.check(body.messages)
-    template = await choose_request_template(service, request, body, has_tools=tools.shown is not None)
-
-    async def render(**variables: bool) -> str:
-        placeholder = service.images.placeholder
-        return await render_chat(
-            service, template, body.messages, body, tools.shown, **variables, image_placeholder=placeholder
-        )
-
+async def make_chat_prompt(service: ServerState, request: Request, call: ChatCall) -> ChatPrompt:
+    """Renders the messages with the chat template, tokenizes them, and chooses the parsers of the answer."""
+    service.images.urls(call.messages)  # raises before anything is rendered
+    template, tools = await choose_request_template(service, request, call), call.tools
+    render = partial(render_chat, service, template, call)
     text = await render()
-    tool_parser, call_format = _choose_tool_parser(service, body, tools, template)
+    tool_parser, call_format = _choose_tool_parser(service, call, template)
     reasoning = service.formats.reasoning_parser(template.text)
     state, begins_after = Thinking.AFTER, list[int]()
     if reasoning is not None:
-        state = reasoning.state_after(text, continues=body.continue_final_message is True)
-        if tools.must_call or tools.strict or read_answer_format(body) is not None:
+        state = reasoning.state_after(text, continues=call.continues)
+        if tools.must_call or tools.strict or call.answer_format is not None:
             text, state, begins_after = await _reason_before_grammar(
-                service, body, template, reasoning, text, state, render
+                service, call, template, reasoning, text, state, render
             )
     interrupts: tuple[str, ...] = ()
     # If the grammar begins after the reasoning, only the end mark may end it: a call would escape the grammar.
@@ -140,12 +133,11 @@ async def make_chat_prompt(
         interrupts = tuple(dict.fromkeys((*reasoning.interrupts, *tool_parser.begins)))
     markers = tool_parser.markers if tool_parser else ()
     markers += (reasoning.start, reasoning.end) if reasoning else ()
-    separates = body.separate_reasoning is not False and body.reasoning_format != "none"
     return ChatPrompt(
-        text,
+        await chat_tokens(service, request, call, text),
         tool_parser,
         call_format,
-        (reasoning, state) if reasoning is not None and separates else None,
+        (reasoning, state) if reasoning is not None and call.separates_reasoning else None,
         visible_tokens(service.llm.tokenizer, markers) if markers else frozenset(),
         reasoning.marks(state is Thinking.INSIDE, interrupts) if reasoning else None,
         begins_after,
@@ -153,26 +145,26 @@ async def make_chat_prompt(
 
 
 def _choose_tool_parser(
-    service: ServerState, body: ChatCompletionRequest, tools: RequestTools, template: RequestTemplate
+    service: ServerState, call: ChatCall, template: RequestTemplate
 ) -> tuple[type[ToolParser] | None, CallFormat | None]:
-    if tools.choice == "none":
+    if call.tools.choice == "none":
         return None, None
     parser = service.formats.tool_parser(template.text, template.variables)
     call_format = None if parser is None else parser.call_format(template.text)
-    if call_format is None and tools.must_call:
+    if call_format is None and call.tools.must_call:
         parser, call_format = Hermes, HERMES  # required calls need a format that has a grammar
-    if parser is None and service.formats.detects_tool_parser and body.parse_tool_calls is not False:
+    if parser is None and service.formats.detects_tool_parser and call.parses_tool_calls:
         raise unsupported(
             "tools",
             "the tool call format of this model cannot be detected from its chat template: name one with the option "
             "--tool-call-parser; tool_choice required, or one function, works without",
         )
-    return (None if body.parse_tool_calls is False else parser), call_format
+    return (parser if call.parses_tool_calls else None), call_format
 
 
 async def _reason_before_grammar(
     service: ServerState,
-    body: ChatCompletionRequest,
+    call: ChatCall,
     template: RequestTemplate,
     reasoning: type[ReasoningParser],
     text: str,
@@ -189,9 +181,9 @@ async def _reason_before_grammar(
     if end is None:
         is_open = text.rstrip().endswith(reasoning.start)
         return (f"{text}\n{reasoning.end}\n\n" if is_open else text), Thinking.AFTER, []
-    if state is Thinking.BEFORE and body.thinks is not False:
+    if state is Thinking.BEFORE and call.thinks is not False:
         switches = [name for name in THINKING_VARIABLES if name in template.variables]
-        turned_off = any((body.chat_template_kwargs or {}).get(name) is False for name in switches)
+        turned_off = any(call.variables.get(name) is False for name in switches)
         if switches and not turned_off:
             # A template that can turn reasoning off, and does not, belongs to a model that reasons by default.
             without_reasoning = await render(**dict.fromkeys(switches, False))
@@ -199,7 +191,7 @@ async def _reason_before_grammar(
                 state = Thinking.INSIDE
     if state is not Thinking.INSIDE:
         return text, state, []
-    if reasoning.start not in text[-2 * len(reasoning.start) :] and not body.continue_final_message:
+    if reasoning.start not in text[-2 * len(reasoning.start) :] and not call.continues:
         text += f"{reasoning.start}\n"
     return text, state, [end]
 
@@ -210,8 +202,7 @@ def _constrain_answer(
     """Sets the grammar of the answer in ``params``; returns whether it contains the schemas of tools."""
     if isinstance(params, BeamSearchParams):
         if tools.must_call or tools.strict:
-            message = "tools with use_beam_search must not be strict, and tool_choice must be none or auto"
-            raise unsupported("tool_choice", message)
+            raise unsupported("tool_choice", "must be none or auto with use_beam_search, and no tool strict")
         return False
     requested = params.structured_outputs
     if requested is not None:
@@ -244,18 +235,15 @@ class ChoiceEvents:
 class Chat:
     """A chat in the engine. ``outputs`` or ``finish`` is called once."""
 
-    body: ChatCompletionRequest
+    call: ChatCall
     generation: Generation
     prompt: ChatPrompt
-    tools: RequestTools
-    #: Most likely tokens per position beside the generated one; None: no logprobs.
-    top_logprobs: int | None
     #: Whether the grammar of the answer contains the schemas of tools.
     grammar_has_tools: bool
     _parsers: dict[int, ChatParser] = field(default_factory=dict)
 
     async def outputs(self) -> AsyncGenerator[list[ChoiceEvents], None]:
-        """Increments of the choices if the body asks for a stream, else one list with all choices."""
+        """Increments of the choices if the call asks for a stream, else one list with all choices."""
         generation = self.generation
         try:
             async with aclosing(generation.outputs()) as outputs:
@@ -264,9 +252,9 @@ class Chat:
         except InvalidRequestError as e:
             if not self.grammar_has_tools:
                 raise
-            await blame_tool(generation.service, generation.request, self.tools)
+            await blame_tool(generation.service, generation.request, self.call.tools)
             # The client knows the tools, not the grammar made of them.
-            raise InvalidRequestError(str(e).replace("structured_outputs.grammar", "tools", 1)) from None
+            raise e.renamed({"structured_outputs.grammar": "tools"}) from None
 
     async def finish(self) -> list[ChoiceEvents]:
         """All choices of a chat without streaming."""
@@ -282,21 +270,21 @@ class Chat:
         events = parser.feed(completion.text, completion.token_ids, completion.finished, cut=cut)
         if self.prompt.reasoning is not None:
             self.generation.reasoning_tokens = sum(parser.reasoning_tokens for parser in self._parsers.values())
-            if self.body.include_reasoning is False:
+            if not self.call.includes_reasoning:
                 events = [event for event in events if not isinstance(event, ReasoningDelta)]
         reason: FinishReason | None = None
         if completion.finished:
             # As in OpenAI's API, a call of the function that tool_choice names finishes with "stop".
-            calls = parser.has_calls and self.tools.choice != "named"
+            calls = parser.has_calls and self.call.tools.choice != "named"
             reason = "length" if cut else "tool_calls" if calls else "stop"
         return ChoiceEvents(completion, output, events, reason)
 
     def _make_parser(self, output: RequestOutput) -> ChatParser:
         tools = None
         if self.prompt.tool_parser is not None:
-            tools = self.prompt.tool_parser(self.tools.callable, parallel=self.tools.parallel)
-            tools.calls_alone = self.tools.must_call
-            tools.strict = self.tools.strict
+            tools = self.prompt.tool_parser(self.call.tools.callable, parallel=self.call.tools.parallel)
+            tools.calls_alone = self.call.tools.must_call
+            tools.strict = self.call.tools.strict
         if self.prompt.reasoning is None:
             return ChatParser(tools=tools)
         kind, state = self.prompt.reasoning

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -12,73 +12,64 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.outputs import Pooled
+from octavo.core.sampling_params import StructuredOutputsParams
+from octavo.server.answer_format import AnswerFormat
 from octavo.server.chat import Chat, ChoiceEvents, prepare_chat
-from octavo.server.fields import Int, Name, Phrase, PositiveInt, RequestModel, ResponseModel, Seed, hint, refused
-from octavo.server.http.bodies import read_model, run_in_thread_if_large
-from octavo.server.http.errors import ApiError, invalid, renamed_errors, wrong
+from octavo.server.chat_call import ChatCall, generation_fields, read_tools
+from octavo.server.engine_call import EngineCall
+from octavo.server.fields import Int, Name, Phrase, PositiveInt, RequestModel, ResponseModel, Seed
+from octavo.server.http.bodies import run_in_thread_if_large
+from octavo.server.http.errors import ApiError, invalid_at
 from octavo.server.http.streaming import DONE, Event, PendingChat, encode_event
-from octavo.server.openai.protocol import ChatCompletionRequest, FunctionCall, Tool, ToolCall
-from octavo.server.pooling import (
-    EmbeddingRequest,
-    PooledFields,
-    PooledRun,
-    encode_object,
-    numbers,
-    pooling_params,
-    prompt_name,
-    read_texts,
-    results,
-)
-from octavo.server.prompt_inputs import thinking_variables
+from octavo.server.openai.protocol import FunctionCall, Tool, ToolCall
+from octavo.server.pooling import Inputs, PooledFields, encode_object, numbers, pool_inputs, prompt_name
 from octavo.server.state import ServerState, state_of
 from octavo.server.tool_parsers.tool_parser import ContentDelta, ReasoningDelta, ToolCallStart
 
 # /v2/chat
 
-#: Names of chat fields on this route, for errors.
-RENAMED = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "top_k": "k", "top_p": "p"}
-#: Fields that a chat request has too, and those with another name there.
-_SAME = ("model", "stream", "max_tokens", "temperature", "seed", "frequency_penalty", "presence_penalty", "priority")
-_OTHER_NAMES = {"stop_sequences": "stop", "k": "top_k", "p": "top_p"}
+#: Names of fields of the call on this route, for errors.
+_NAMES = {"prompt": "messages", "stop": "stop_sequences", "top_k": "k", "top_p": "p"}
 
 
 async def chat(request: Request, body: CohereChatRequest) -> Response:
     """Answers a conversation, as one message or as a stream of events."""
     service = state_of(request)
     deadline = service.deadline()
-    with renamed_errors(RENAMED):
-        inner = await run_in_thread_if_large(
-            request, lambda: read_model(ChatCompletionRequest, chat_body(service, body), service)
-        )
-        pending = _PendingCohereChat(await prepare_chat(service, request, inner, prefix="chat"))
+    call = await run_in_thread_if_large(request, chat_call, service, body)
+    pending = _PendingCohereChat(await prepare_chat(service, request, call, prefix="chat"))
     return await pending.respond(request, body.stream, deadline)
 
 
-def chat_body(service: ServerState, body: CohereChatRequest) -> dict[str, Any]:
-    """The fields of the chat request that stands for a Cohere request."""
-    chat = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    chat |= {other: value for name, other in _OTHER_NAMES.items() if (value := getattr(body, name)) is not None}
-    chat["messages"] = [_chat_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-    if body.tools:
-        chat["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
-        if body.strict_tools:
-            for tool in chat["tools"]:
-                tool["function"]["strict"] = True
-    if body.tool_choice is not None:
-        chat["tool_choice"] = body.tool_choice.lower()
-    if body.documents:
-        chat["documents"] = [{"text": d} if isinstance(d, str) else _document_fields(d) for d in body.documents]
-    answer_format = body.response_format
-    if answer_format is not None and answer_format.type == "json_object":
-        schema = answer_format.schema_ if answer_format.json_schema is None else answer_format.json_schema
-        named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-        chat["response_format"] = {"type": "json_object"} if schema is None else named
-    if body.thinking is not None:
-        if body.thinking.token_budget is not None:
-            chat["thinking_token_budget"] = body.thinking.token_budget
-        enabled = body.thinking.type == "enabled"
-        chat["chat_template_kwargs"] = thinking_variables(service, enabled=enabled, has_tools=bool(body.tools))
-    return chat
+def chat_call(service: ServerState, body: CohereChatRequest) -> ChatCall:
+    choice: Any = None if body.tool_choice is None else body.tool_choice.lower()
+    thinking = body.thinking
+    documents = [{"text": d} if isinstance(d, str) else _document_fields(d) for d in body.documents or ()]
+    answer_format = None
+    if body.response_format is not None and body.response_format.type == "json_object":
+        field, schema = "json_schema", body.response_format.json_schema
+        if schema is None:
+            field, schema = "schema", body.response_format.schema_
+        params = StructuredOutputsParams(json_object=True)
+        if schema is not None:
+            params = StructuredOutputsParams(json=schema, disable_additional_properties=True, strict=True)
+        answer_format = AnswerFormat(f"response_format.{field}", params)
+    return ChatCall(
+        messages=[_chat_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)],
+        tools=read_tools(body.tools, choice, None, service.leave_out_tool, strict=bool(body.strict_tools)),
+        documents=documents or None,
+        thinks=None if thinking is None else thinking.type == "enabled",
+        fields=generation_fields(
+            body,
+            stop=body.stop_sequences,
+            top_k=body.k,
+            top_p=body.p,
+            thinking_token_budget=None if thinking is None else thinking.token_budget,
+        ),
+        answer_format=answer_format,
+        max_tokens=body.max_tokens,
+        names=_NAMES,
+    )
 
 
 def _chat_message(message: CohereMessage, path: str) -> dict[str, Any]:
@@ -103,7 +94,7 @@ def _chat_message(message: CohereMessage, path: str) -> dict[str, Any]:
 def _chat_part(part: CoherePart, path: str) -> dict[str, Any]:
     value = getattr(part, part.type)
     if value is None:
-        raise wrong(f"{path}.{part.type}", f"it is missing, for a part of type {part.type!r}")
+        raise invalid_at(f"{path}.{part.type}", f"it is missing, for a part of type {part.type!r}")
     if part.type == "text":
         return {"type": "text", "text": value}
     if part.type == "image_url":
@@ -117,8 +108,6 @@ def _document_fields(document: CohereDocument) -> dict[str, Any]:
 
 
 class _PendingCohereChat(PendingChat):
-    names = RENAMED
-
     def __init__(self, chat: Chat) -> None:
         super().__init__(chat)
         self._id = chat.generation.response_id
@@ -223,8 +212,6 @@ class _PendingCohereChat(PendingChat):
 async def embed(request: Request, body: CohereEmbedRequest) -> Response:
     """Embeds texts; the vectors come in each requested type."""
     service = state_of(request)
-    deadline = service.deadline()
-    model = await service.model(body.model)
     field, texts = _read_texts(body)
     if body.truncate_prompt_tokens is None:
         body.truncate_prompt_tokens = body.max_tokens or (None if body.truncate == "NONE" else -1)
@@ -232,35 +219,31 @@ async def embed(request: Request, body: CohereEmbedRequest) -> Response:
     # Few models have a prompt for these two: without one, the texts are embedded as they are.
     if input_type in ("classification", "clustering") and input_type not in service.llm.model_config.pooler.prompts:
         input_type = None
-    inner = EmbeddingRequest(input=texts, input_type=input_type, truncate_prompt_tokens=body.truncate_prompt_tokens)
-    inputs = await read_texts(service, request, inner, prompt_name(service, inner), named=True, field=field)
-    run = PooledRun(request, body, model, pooling_params(body, "embed", body.output_dimension), inputs, "embd")
     kinds = dict.fromkeys(body.embedding_types or ("float",))
 
-    def answer(outputs: list[Pooled]) -> bytes:
-        vectors = results(outputs)
-        tokens = run.usage()["prompt_tokens"]
-        fields: dict[str, Any] = {"id": run.response_id, "response_type": "embeddings_by_type"}
+    def write(call: EngineCall[Pooled], vectors: Sequence[np.ndarray]) -> bytes:
+        fields: dict[str, Any] = {"id": call.response_id, "response_type": "embeddings_by_type"}
         fields["embeddings"] = {kind: [_encode_vector(vector, kind) for vector in vectors] for kind in kinds}
         fields["texts"] = texts
-        fields["meta"] = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": tokens}}
+        fields["meta"] = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": call.prompt_tokens}}
         return encode_object(fields)
 
-    return await run.respond(answer, deadline)
+    inputs = Inputs(texts, field, prompt_name(service, input_type))
+    return await pool_inputs(request, body, "embed", inputs, write, body.output_dimension)
 
 
 def _read_texts(body: CohereEmbedRequest) -> tuple[str, list[str]]:
     """The name of the field that is set, and its texts."""
     if (body.texts is None) == (body.inputs is None):
         problem = "one of them is required" if body.texts is None else "only one of them is allowed"
-        raise invalid("texts", f"texts, inputs: {problem}")
+        raise invalid_at("texts", f"of texts and inputs {problem}")
     if body.texts is not None:
         return "texts", body.texts
     texts = []
     for i, each in enumerate(body.inputs or ()):
         for k, part in enumerate(each.content):
             if part.type != "text" or part.text is None:
-                raise wrong(f"inputs[{i}].content[{k}]", "only text can be embedded")
+                raise invalid_at(f"inputs[{i}].content[{k}]", "only text can be embedded")
         texts.append("".join(part.text or "" for part in each.content))
     return "inputs", texts
 
@@ -277,7 +260,6 @@ def _encode_vector(vector: np.ndarray, kind: str) -> Any:
 
 class CohereImage(RequestModel):
     url: str = Field(description="An address, or the image itself as data: URL.")
-    detail: Any = hint("an image is read as the model's files say")
 
 
 class CohereDocument(RequestModel):
@@ -299,7 +281,6 @@ class CohereMessage(RequestModel):
     tool_calls: list[dict[str, Any]] | None = Field(None, description="Calls that the assistant made.")
     tool_plan: str | None = Field(None, description="What the assistant wrote before its calls.")
     tool_call_id: str | None = Field(None, description="In a tool's message: the id of its call.")
-    citations: Any = hint("the model is not told of them")
 
 
 class CohereFormat(RequestModel):
@@ -332,10 +313,6 @@ class CohereChatRequest(RequestModel):
     p: float | None = Field(None, description="Sample from the smallest set of tokens that reaches this probability.")
     thinking: CohereThinking | None = Field(None, description="Thinking on or off.")
     priority: Int | None = Field(None, description="Lower runs first; 0 if the scheduling policy has none.")
-    logprobs: Any = refused("/v1/chat/completions sends logprobs", False)
-    citation_options: Any = refused("citations are not made", {"mode": "OFF"}, {"mode": "off"})
-    safety_mode: Any = refused("nothing is put before the conversation", "OFF", "NONE")
-    raw_prompting: Any = refused("/v1/completions takes plain prompts", False)
 
 
 class CohereText(ResponseModel):
@@ -391,7 +368,6 @@ class CohereEmbedRequest(PooledFields):
     output_dimension: Int | None = Field(None, description="Dimensions of the vectors, for Matryoshka models.")
     truncate: Literal["NONE", "END"] | None = Field(None, description="Cut (END, default) or refuse (NONE) long texts.")
     max_tokens: PositiveInt | None = Field(None, description="Maximum tokens of a text.")
-    images: Any = refused("images are not read for vectors and scores", [])
 
 
 #: Within the class below ``float`` is a field.

@@ -1,7 +1,8 @@
-"""Base classes and fields of request and response bodies. Fields of other servers are marked as hint or refused."""
+"""Base classes and fields of request and response bodies. Fields of other servers come from a table."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -19,6 +20,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticOmit, core_schema
 
+from octavo.core.foreign import FOREIGN, Foreign
 from octavo.server.http.errors import invalid
 
 #: Error type of a refused field; its message follows the path of the field.
@@ -26,69 +28,44 @@ REFUSED = "refused_field"
 
 
 @dataclass(frozen=True, slots=True)
-class Hint:
-    """A field that is accepted with any value, without effect."""
+class Mark:
+    """The meaning of a field of another server: a hint, or refused unless it has an accepted value."""
 
-    reason: str
+    meaning: Foreign
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.any_schema()
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {**handler(schema), "description": f"Accepted, without effect: {self.reason}."}
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A field that is refused unless it is null or has an accepted value, which asks for the default behaviour."""
-
-    reason: str
-    accepted: tuple[Any, ...] = ()
-
-    def check(self, value: Any) -> Any:
-        is_bool = isinstance(value, bool)
-        if value is None or any(value == allowed and isinstance(allowed, bool) == is_bool for allowed in self.accepted):
-            return None
-        context = {"besides": self.besides, "reason": self.reason, "is_field": True}
-        raise PydanticCustomError(REFUSED, "{besides}: {reason}", context)
+    @property
+    def is_hint(self) -> bool:
+        """Whether the field is accepted with any value, without effect."""
+        return self.meaning.accepted is None
 
     @property
     def besides(self) -> str:
         """The accepted values in words, without empty ones."""
-        values = " or ".join(repr(value) for value in self.accepted if value not in ("", [], {}))
+        values = " or ".join(repr(value) for value in self.meaning.accepted or () if value not in ("", [], {}))
         return f", except {values}" if values else ""
 
+    def check(self, value: Any) -> Any:
+        """Null for an accepted value, which asks for the default behaviour."""
+        if self.meaning.accepts(value):
+            return None
+        context = {"besides": self.besides, "reason": self.meaning.reason, "is_field": True}
+        raise PydanticCustomError(REFUSED, "{besides}: {reason}", context)
+
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if self.is_hint:
+            return core_schema.any_schema()
         return core_schema.no_info_plain_validator_function(self.check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        raise PydanticOmit
-
-
-Mark = Hint | Refused
-
-
-def hint(reason: str) -> Any:
-    """A field that is accepted with any value; ``reason``: why it has no effect."""
-    return _marked(Hint(reason))
-
-
-def refused(reason: str, *accepted: Any) -> Any:
-    """A field that is refused unless it is null or ``accepted``; ``reason`` names an alternative."""
-    return _marked(Refused(reason, accepted))
-
-
-def _marked(mark: Mark) -> Any:
-    field: Any = Field(None)
-    # Where pydantic keeps constraints such as gt.
-    field.metadata.append(mark)
-    return field
+        if not self.is_hint:
+            raise PydanticOmit
+        return {**handler(schema), "description": f"Accepted, without effect: {self.meaning.reason}."}
 
 
 def marks_of(model: type[BaseModel]) -> dict[str, Mark | None]:
     """The mark of each field of a model; None: the field is supported."""
     return {
-        name: next((mark for mark in field.metadata if isinstance(mark, Hint | Refused)), None)
+        name: next((mark for mark in field.metadata if isinstance(mark, Mark)), None)
         for name, field in model.model_fields.items()
     }
 
@@ -131,10 +108,21 @@ TextKind = Annotated[str, AfterValidator(_check_is_text)]
 class RequestModel(BaseModel):
     """A request body or an object in it. Strict: "5" is not a number, true is not 1, unknown fields are refused.
 
-    Null stands for the default. Fields that are not supported have a mark (``marks_of``).
+    Null stands for the default. Fields of other servers come from ``octavo/core/foreign.json``, by the model's name or
+    its module and name, and have a ``Mark``.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=(), defer_build=True)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        module = cls.__module__.rpartition(".")[2]
+        meanings = FOREIGN.get(cls.__name__, {}) | FOREIGN.get(f"{module}.{cls.__name__}", {})
+        cls.__annotations__ = inspect.get_annotations(cls) | dict.fromkeys(meanings, Any)
+        for name, meaning in meanings.items():
+            field: Any = Field(None)
+            field.metadata.append(Mark(meaning))  # where pydantic keeps constraints such as gt
+            setattr(cls, name, field)
+        super().__init_subclass__(**options)
 
 
 class ResponseModel(BaseModel):
@@ -204,8 +192,6 @@ class ThinkingOptions(RequestModel):
 
     type: Literal["enabled", "disabled", "adaptive", "auto"] = Field(description="adaptive, auto: the model decides.")
     budget_tokens: PositiveInt | None = Field(None, description="Another name of thinking_token_budget.")
-    display: Any = hint("include_reasoning says whether it is shown")
-    clear_thinking: Any = hint("the template says which reasoning the model sees again")
 
 
 class ReasoningOptions(RequestModel):
@@ -215,8 +201,6 @@ class ReasoningOptions(RequestModel):
     enabled: bool | None = Field(None, description="Another name of enable_thinking.")
     max_tokens: PositiveInt | None = Field(None, description="Another name of thinking_token_budget.")
     exclude: bool | None = Field(None, description="True: as include_reasoning false.")
-    summary: Any = hint("reasoning comes whole, without a summary")
-    generate_summary: Any = hint("reasoning comes whole, without a summary")
 
 
 class ThinkingFields(RequestModel):
@@ -265,35 +249,11 @@ class ThinkingFields(RequestModel):
         return self
 
 
-# Fields of OpenAI's API and of other engines that are not supported.
-
-_LABEL = "a label of the client's"
-_CLIENT_CACHE = "a hint for another service's cache"
-_TIER = "there is one tier of service"
-_ADAPTER = "an adapter is named as the model: its name is the request's model field (/v1/models lists them)"
-_EXCHANGE = "KV caches are not exchanged with other servers"
-_SAMPLER = "there is no such sampler; temperature, top_k, top_p, min_p and the penalties are supported"
-_CODE = "code in requests is not run"
-_PENALTY = "use repetition_penalty, frequency_penalty or presence_penalty"
-_LAZY = "structural_tag says where JSON begins within the answer"
-#: Reasons that several modules name.
-CACHED = "prefixes are cached without marks"
-PROCESSED = "the model's own files say how images are processed"
+# Fields of OpenAI's API and of other engines that are not supported (``octavo/core/foreign.json``).
 
 
 class Labels(RequestModel):
     """Labels and hints that all routes that generate accept."""
-
-    metadata: Any = hint(_LABEL)
-    safety_identifier: Any = hint(_LABEL)
-    store: Any = hint("a copy for another service's dashboard")
-    service_tier: Any = hint(_TIER)
-    prompt_cache_key: Any = hint(_CLIENT_CACHE)
-    prompt_cache_options: Any = hint(_CLIENT_CACHE)
-    prompt_cache_retention: Any = hint(_CLIENT_CACHE)
-    provider_specific_fields: Any = hint("what another service says of itself")
-    request_id: Any = hint("the header X-Request-Id names a request")
-    rid: Any = hint("the header X-Request-Id names a request")
 
 
 class QueuedFields(Labels):
@@ -308,83 +268,6 @@ class QueuedFields(Labels):
 class EngineFields(Labels, OtherNames):
     """Fields of other engines, for all routes that generate."""
 
-    spaces_between_special_tokens: Any = hint("tokens are of bytes, between which nothing is put")
-    stream_reasoning: Any = hint("what the pieces of an answer add up to is the same")
-    guided_decoding_backend: Any = hint("every library means the same by a grammar")
-    # llama.cpp: where and how it caches.
-    cache_prompt: Any = hint(_CLIENT_CACHE)
-    id_slot: Any = hint(_CLIENT_CACHE)
-    n_cache_reuse: Any = hint(_CLIENT_CACHE)
-    # llama.cpp: a grammar that begins within the answer
-    grammar_lazy: Any = refused(_LAZY, False)
-    grammar_triggers: Any = refused(_LAZY, [], "")
-    # Adapters
-    lora_request: Any = refused(_ADAPTER)
-    lora_path: Any = refused(_ADAPTER)
-    lora: Any = refused(_ADAPTER, [])
-    # Samplers
-    logits_processors: Any = refused(_CODE, [])
-    logit_processors: Any = refused(_CODE, [])
-    custom_logit_processor: Any = refused(_CODE)
-    custom_params: Any = refused(_CODE)
-    penalize_nl: Any = refused(_PENALTY)
-    repetition_detection: Any = refused(_PENALTY)
-    tfs_z: Any = refused(_SAMPLER, 1)
-    typical_p: Any = refused(_SAMPLER, 1)
-    top_n_sigma: Any = refused(_SAMPLER, -1)
-    min_keep: Any = refused(_SAMPLER, 0, 1)
-    samplers: Any = refused(_SAMPLER)
-    mirostat: Any = refused(_SAMPLER, 0)
-    mirostat_tau: Any = refused(_SAMPLER)
-    mirostat_eta: Any = refused(_SAMPLER)
-    dynatemp_range: Any = refused(_SAMPLER, 0)
-    dynatemp_exponent: Any = refused(_SAMPLER, 1)
-    xtc_probability: Any = refused(_SAMPLER, 0)
-    xtc_threshold: Any = refused(_SAMPLER)
-    dry_multiplier: Any = refused(_SAMPLER, 0)
-    dry_base: Any = refused(_SAMPLER)
-    dry_allowed_length: Any = refused(_SAMPLER)
-    dry_penalty_last_n: Any = refused(_SAMPLER)
-    dry_sequence_breakers: Any = refused(_SAMPLER)
-    # When the answer ends, and what is sent of it
-    max_new_tokens: Any = refused("its name is max_tokens")
-    n_keep: Any = refused("a prompt is never shifted out of the context", 0)
-    t_max_predict_ms: Any = refused("--request-timeout limits the time of an answer", 0, -1)
-    n_indent: Any = refused("the answer does not end by indentation", 0)
-    stop_regex: Any = refused("stop takes texts", [])
-    no_stop_trim: Any = refused("its name is include_stop_str_in_output", False)
-    n_probs: Any = refused("logprobs of the OpenAI API are supported", 0)
-    post_sampling_probs: Any = refused("logprobs are those of the model", False)
-    logprob_start_len: Any = refused("prompt_logprobs gives those of the whole prompt", -1)
-    return_tokens: Any = refused("its name is return_token_ids", False)
-    return_hidden_states: Any = refused("hidden states are not sent", False)
-    return_routed_experts: Any = refused("routed experts are not sent", False)
-    return_progress: Any = refused("progress is not sent", False)
-    timings_per_token: Any = refused("/metrics has times", False)
-    response_fields: Any = refused("responses have the fields of the OpenAI API", [])
-    # Prompts
-    prompt_embeds: Any = refused("a prompt is text or token ids")
-    image_data: Any = refused("images are parts of the messages of a chat", [])
-    mm_processor_kwargs: Any = refused(PROCESSED, {})
-    media_io_kwargs: Any = refused(PROCESSED, {})
-    session_params: Any = refused("send the whole prompt: the prefix cache finds what it knows of it")
-    extra_key: Any = refused("its name is cache_salt")
-    thinking_forced_open: Any = refused("the option --reasoning-parser deepseek_r1 does this", False)
-    # Several servers
-    kv_transfer_params: Any = refused(_EXCHANGE)
-    bootstrap_host: Any = refused(_EXCHANGE)
-    bootstrap_port: Any = refused(_EXCHANGE)
-    bootstrap_room: Any = refused(_EXCHANGE)
-    data_parallel_rank: Any = refused("there is one engine", 0)
-
 
 class OpenAIFields(EngineFields):
     """Further fields of OpenAI's completions and chats."""
-
-    functions: Any = refused("tools has taken its place", [])
-    function_call: Any = refused("tool_choice has taken its place", "none", "auto")
-    modalities: Any = refused("the model writes text only", ["text"])
-    audio: Any = refused("the model writes text only")
-    moderation: Any = refused("there is no moderation")
-    verbosity: Any = hint("the model's template has no place for it; the messages can ask for it")
-    web_search_options: Any = refused("the model does not search")

@@ -1,163 +1,42 @@
-"""The generation of one HTTP request: admission to the queue, one engine request per prompt, usage, failures."""
+"""Text of one HTTP request: its size and parameters, its call of the engine, usage, logprobs."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import re
-import time
-import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, closing
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 
 from octavo import __version__
-from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ReasoningMarks
 from octavo.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from octavo.core.request import LoRARequest, RequestOptions, TokensPrompt, num_prompt_tokens
-from octavo.core.sampling_params import BeamSearchParams, DefaultMaxTokens, SamplingParams, defaults_beside
+from octavo.core.request import TokensPrompt
+from octavo.core.sampling_params import BeamSearchParams, DefaultMaxTokens, SamplingParams, defaults_beside, parameters
 from octavo.engine.tokenizer import TextStream, Tokenizer
-from octavo.server.answer_format import (
-    format_error,
-    read_answer_format,
-    rename_structured_outputs,
-    report_relaxed_keywords,
-)
-from octavo.server.http.errors import ApiError, invalid, server_error, unsupported
-from octavo.server.http.middleware import client_of
-from octavo.server.http.streaming import LazyList, cancel_tasks
-from octavo.server.logging import log_fields, log_prompt
-from octavo.server.metrics import RequestObserver
+from octavo.server.answer_format import AnswerFormat
+from octavo.server.engine_call import EngineCall, new_response_id, request_options
+from octavo.server.http.errors import invalid_at, unsupported
+from octavo.server.http.streaming import LazyList
 from octavo.server.openai import protocol
 from octavo.server.prompt_inputs import truncate_prompt
-from octavo.server.state import engine_request_id
 
 if TYPE_CHECKING:
     from octavo.server.state import ServedModel, ServerState
 
-#: The default of the engine's ``max_logprobs``: the limit of OpenAI's API.
-DEFAULT_MAX_LOGPROBS = 20
-
-logger = logging.getLogger("octavo.server")
-
 T = TypeVar("T", bound="_TokenTracker")
 
 
-@dataclass(slots=True)
-class Generation:
-    """The prompts of one HTTP request in the engine, and the tokens used so far."""
+@dataclass(slots=True, kw_only=True)
+class Generation(EngineCall[RequestOutput]):
+    """The texts that a body of the OpenAI API asks for."""
 
-    service: ServerState
-    request: Request
     body: protocol.GenerationRequest
-    #: The model or adapter, with its name in the response.
-    model: ServedModel
-    #: Such as ``cmpl-...``; the ids of the engine's requests are made of it (``engine_request_id``).
-    response_id: str
-    prompts: list[TokensPrompt]
     params: SamplingParams | BeamSearchParams
-    #: The same for each prompt.
-    options: RequestOptions
-    #: Seconds since 1970.
-    created: int = field(default_factory=lambda: int(time.time()))
-    #: Tokens of the choices that are returned, or would have been.
-    completion_tokens: int = 0
-    #: Prefix cache hits and draft tokens of the prompts that have finished.
-    cached_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
     #: None: reasoning is not separated from the content.
     reasoning_tokens: int | None = None
-
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """(prompt index, output) pairs: increments as they come if streaming, else one complete output per prompt.
-
-        If one prompt fails, all are aborted.
-        """
-        count = len(self.prompts)
-        prompts = {engine_request_id(self.response_id, i, count): prompt for i, prompt in enumerate(self.prompts)}
-        self.service.queue.enter({name: num_prompt_tokens(prompt) for name, prompt in prompts.items()})
-        runs = [self._run(name, prompt) for name, prompt in prompts.items()]
-        try:
-            if count == 1:
-                async for output in runs[0]:
-                    yield 0, output
-            else:
-                async with aclosing(_merge_outputs(runs)) as merged:
-                    async for item in merged:
-                        yield item
-        finally:
-            self.service.queue.leave(*prompts)
-            for run in runs:
-                await run.aclose()
-            if self.model.adapter is not None:
-                log_fields(self.request.scope)["adapter"] = self.model.name
-            log_fields(self.request.scope).update(
-                prompt_tokens=sum(map(num_prompt_tokens, self.prompts)),
-                completion_tokens=self.completion_tokens,
-            )
-
-    async def finish(self) -> list[RequestOutput]:
-        """The complete output of each prompt of a request without streaming."""
-        async with aclosing(self.outputs()) as outputs:
-            complete = {index: output async for index, output in outputs}
-        return [complete[i] for i in range(len(self.prompts))]
-
-    async def _run(self, name: str, prompt: TokensPrompt) -> AsyncGenerator[RequestOutput, None]:
-        service = self.service
-        try:
-            stream = await service.llm.submit(name, prompt, self.params, self.options, streaming=bool(self.body.stream))
-        except InvalidRequestError as e:
-            raise rename_structured_outputs(e, self.body) from None
-        finally:
-            service.queue.leave(name)
-        grammar = self.params.structured_outputs if isinstance(self.params, SamplingParams) else None
-        if grammar is not None and (relaxed := service.llm.inputs.grammars.relaxed(grammar)):
-            report_relaxed_keywords(self.request.scope, relaxed)
-        observer = RequestObserver(service.metrics, self.model.name if self.model.adapter else None)
-        try:
-            with closing(stream):
-                async for output in stream:
-                    observer.update(output)
-                    self.completion_tokens += sum(len(c.token_ids) for c in self.choices(output))
-                    if output.finished:
-                        self.cached_tokens += output.metrics.num_cached_tokens
-                        self.draft_tokens += output.metrics.num_draft_tokens
-                        self.accepted_tokens += output.metrics.num_accepted_draft_tokens
-                        service.queue.observe(output)
-                        if service.tracer is not None:
-                            service.tracer.record(output, observer, self.request.headers)
-                    self._raise_if_failed(output)
-                    yield output
-        finally:
-            # Tokens that were generated before an abort and never read.
-            self.completion_tokens += stream.request.num_untaken_tokens
-            observer.close(stream.request.num_untaken_tokens)
-
-    def _raise_if_failed(self, output: RequestOutput) -> None:
-        for completion in output.outputs:
-            if completion.finish_reason == "ignored":
-                raise ApiError(400, completion.error or "the request could never run", code="context_length_exceeded")
-            self.service.check_completion(completion, self.model)
-            if completion.exceeds_kv_cache:
-                raise ApiError(400, f"the request is too large: {completion.error}", code="too_large")
-            if completion.excludes_all_tokens:
-                raise rename_structured_outputs(InvalidRequestError(completion.error or ""), self.body)
-            if (message := format_error(completion.error, self.params)) is not None:
-                raise rename_structured_outputs(InvalidRequestError(message), self.body)
-            if completion.finish_reason == "error":
-                logger.error("request %s failed: %s", output.request_id, completion.error)
-                raise server_error(500, "the engine failed on this request", "engine_error")
-
-    @property
-    def n(self) -> int:
-        """Choices per prompt."""
-        return self.body.n or 1
 
     @property
     def include_usage(self) -> bool:
@@ -166,10 +45,6 @@ class Generation:
     @property
     def token_names(self) -> TokenNames:
         return TokenNames(self.service.llm.tokenizer, self.body.return_tokens_as_token_ids is True)
-
-    def choices(self, output: RequestOutput) -> list[CompletionOutput]:
-        """The first ``n`` completions of an output; beam search returns its whole width."""
-        return output.outputs[: self.n]
 
     def track(self, kind: type[T], output: RequestOutput, **options: Any) -> T:
         """A tracker for the tokens of one choice: a ``LogprobsTracker`` or a ``TextLogprobs``."""
@@ -182,7 +57,7 @@ class Generation:
         )
 
     def usage(self) -> protocol.Usage:
-        prompt, completion = sum(map(num_prompt_tokens, self.prompts)), self.completion_tokens
+        prompt, completion = self.prompt_tokens, self.completion_tokens
         usage = protocol.Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -215,29 +90,6 @@ class Generation:
         }
 
 
-async def _merge_outputs(
-    runs: list[AsyncGenerator[RequestOutput, None]],
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The outputs of several runs as they come; at most one output per run is buffered."""
-
-    async def next_output(run: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
-        return await anext(run, None)
-
-    pending = {asyncio.ensure_future(next_output(run)): i for i, run in enumerate(runs)}
-    try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index = pending.pop(task)
-                output = task.result()
-                if output is None:
-                    continue
-                pending[asyncio.ensure_future(next_output(runs[index]))] = index
-                yield index, output
-    finally:
-        await cancel_tasks(*pending)
-
-
 def make_generation(
     service: ServerState,
     request: Request,
@@ -249,135 +101,92 @@ def make_generation(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    answer_format: AnswerFormat | None = None,
+    names: Mapping[str, str] | None = None,
     prediction: list[int] | None = None,
     visible_tokens: frozenset[int] = frozenset(),
     reasoning: ReasoningMarks | None = None,
 ) -> Generation:
     """Checks the size and the parameters of a request and prepares its generation.
 
-    ``prefix`` begins the response id, which is never the client's request id, as a client may use one twice. The last
-    three are fields of ``RequestOptions``.
+    ``prefix`` begins the response id. ``names``: of fields of ``SamplingParams``, and "prompt", in the request, for
+    later errors. The last three are fields of ``RequestOptions``.
     """
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options is allowed only with stream=true", param="stream_options")
-    _check_size(service, body, len(prompts), logprobs, prompt_logprobs)
-    prompts = _fit_into_context(service, body, prompts, max_tokens)
-    if service.options.log_prompts:
-        for prompt in prompts:
-            log_prompt(prompt.get("prompt", prompt["prompt_token_ids"]))
+        raise invalid_at("stream_options", "is allowed only with stream=true")
+    sequences = len(prompts) * max(body.n or 1, body.best_of or 1)
+    if sequences > (limit := service.options.max_sequences_per_request):
+        path = "n" if body.best_of is None else "best_of"
+        raise invalid_at(path, f"the request asks for {sequences} sequences; at most {limit} are served")
+    inputs, lengths = service.llm.inputs, [len(prompt["prompt_token_ids"]) for prompt in prompts]
+    if (most := body.truncate_prompt_tokens) is not None:
+        if most == 0:
+            raise invalid_at("truncate_prompt_tokens", "must be -1 or at least 1, not 0")
+        if most == -1:
+            is_explicit = max_tokens is not None and not isinstance(max_tokens, DefaultMaxTokens)
+            most = max(1, inputs.max_model_len - (max_tokens if is_explicit and max_tokens is not None else 1))
+        prompts = [truncate_prompt(prompt, most, body.truncation_side or "left") for prompt in prompts]
     params: SamplingParams | BeamSearchParams
     if body.use_beam_search:
         if logprobs is not None:
-            raise unsupported("logprobs", "logprobs is not supported with use_beam_search")
-        room = service.llm.max_model_len - min(len(p["prompt_token_ids"]) for p in prompts)
-        params = make_beam_search_params(body, DefaultMaxTokens(room) if max_tokens is None else max_tokens)
+            raise unsupported("logprobs", "is not supported with use_beam_search")
+        if answer_format is not None:
+            raise unsupported(answer_format.field, "is not supported with use_beam_search")
+        room = DefaultMaxTokens(inputs.max_model_len - min(lengths))
+        params = make_beam_search_params(body, room if max_tokens is None else max_tokens)
     else:
         params = make_sampling_params(
             body,
-            service.llm.inputs.default_sampling,
+            inputs.default_sampling,
             max_tokens=max_tokens,
-            logprobs=logprobs,
+            logprobs=logprobs if body.logprob_token_ids is None else 0,
             prompt_logprobs=prompt_logprobs,
+            structured_outputs=None if answer_format is None else answer_format.params,
         )
+        inputs.check_params(params)
+    for prompt in prompts:
+        inputs.check_length(len(prompt["prompt_token_ids"]), max_tokens)
     options = request_options(
         request, body, model.adapter, prediction=prediction, visible_tokens=visible_tokens, reasoning=reasoning
     )
-    return Generation(service, request, body, model, f"{prefix}-{uuid.uuid4().hex}", prompts, params, options)
-
-
-def request_options(request: Request, body: Any, adapter: LoRARequest | None = None, **others: Any) -> RequestOptions:
-    """The options of an engine request from the fields that all bodies share, and ``others``."""
-    return RequestOptions(
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        user=body.user or "",
-        ttft_target=body.ttft_target,
-        tpot_target=getattr(body, "tpot_target", None),
-        lora_request=adapter,
-        client=client_of(request),
-        **others,
+    return Generation(
+        service=service,
+        request=request,
+        model=model,
+        response_id=new_response_id(prefix),
+        prompts=prompts,
+        params=params,
+        options=options,
+        streams=bool(body.stream),
+        n=body.n or 1,
+        names=names or {},
+        body=body,
     )
 
 
-def _check_size(
-    service: ServerState,
-    body: protocol.GenerationRequest,
-    prompts: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-) -> None:
-    sequences = prompts * max(body.n or 1, body.best_of or 1)
-    limit = service.options.max_sequences_per_request
-    if sequences > limit:
-        param = "n" if body.best_of is None else "best_of"
-        raise ApiError(400, f"the request asks for {sequences} sequences; at most {limit} are served", param=param)
-    most = service.llm.config.max_logprobs
-    limit = DEFAULT_MAX_LOGPROBS if most is None else service.llm.model_config.vocab_size if most == -1 else most
-    if max(logprobs or 0, prompt_logprobs or 0) > limit:
-        message = f"at most {limit} logprobs per position are served (the engine's option max_logprobs)"
-        raise ApiError(400, message, param="logprobs")
-
-
-def _fit_into_context(
-    service: ServerState, body: protocol.GenerationRequest, prompts: list[TokensPrompt], max_tokens: int | None
-) -> list[TokensPrompt]:
-    """The prompts, truncated if the body allows it; raises if a prompt and its answer exceed the context."""
-    limit = service.llm.max_model_len
-    is_explicit = max_tokens is not None and not isinstance(max_tokens, DefaultMaxTokens)
-    needed = max_tokens if is_explicit and max_tokens is not None else 1
-    if (most := body.truncate_prompt_tokens) is not None:
-        most = max(1, limit - needed) if most == -1 else most
-        if most == 0:
-            raise ApiError(
-                400, "truncate_prompt_tokens must be -1 or at least 1, not 0", param="truncate_prompt_tokens"
-            )
-        prompts = [truncate_prompt(prompt, most, body.truncation_side or "left") for prompt in prompts]
-    longest = max(len(prompt["prompt_token_ids"]) for prompt in prompts)
-    if longest + needed <= limit:
-        return prompts
-    param = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
-    # Clients search for these words of the OpenAI API.
-    message = f"this model's maximum context length is {limit} tokens, but the prompt has {longest}"
-    if is_explicit and longest < limit:
-        message += f" and {param} asks for {needed} more; lower it, or leave it out for as many as fit"
-    else:
-        param = "prompt" if hasattr(body, "prompt") else "messages"
-        message += f" tokens, which leaves no room for an answer; shorten the {param}"
-    raise invalid(param, message, "context_length_exceeded")
-
-
-#: Fields of the same name and meaning in ``SamplingParams``.
-_SHARED = (
-    "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k",
-    "min_p", "seed", "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "ignore_eos", "min_tokens",
-    "skip_special_tokens", "logit_bias", "allowed_token_ids", "logprob_token_ids", "thinking_token_budget",
-)  # fmt: skip
+#: Parameters that the body has under their own names, without those that ``make_sampling_params`` takes.
+_SHARED = tuple(
+    name
+    for name in parameters(SamplingParams)
+    if name in protocol.GenerationRequest.model_fields
+    and name not in ("max_tokens", "prompt_logprobs", "truncate_prompt_tokens", "structured_outputs")
+)
 #: Shared fields that clients send with beam search and that do not affect it: it draws no random numbers.
 _IGNORED_BY_BEAM_SEARCH = frozenset({"n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed"})
 _BEAM_FIELDS = ("length_penalty", "early_stopping", "ignore_eos", "skip_special_tokens")
 
 
 def make_sampling_params(
-    body: protocol.GenerationRequest,
-    defaults: Mapping[str, Any],
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
+    body: protocol.GenerationRequest, defaults: Mapping[str, Any], **others: Any
 ) -> SamplingParams:
-    """The parameters of a request without beam search; ``defaults`` are the model's, for fields left out."""
+    """The parameters of a request without beam search: its fields, and ``others``.
+
+    ``defaults`` are the model's, for fields left out.
+    """
     for name in ("length_penalty", "early_stopping"):
         if getattr(body, name) is not None:
-            raise unsupported(name, f"{name} is a field of beam search: set use_beam_search to true")
-    answer_format = read_answer_format(body)
-    values = {
-        **_set_fields(body, _SHARED),
-        "max_tokens": max_tokens,
-        "logprobs": logprobs if body.logprob_token_ids is None else 0,
-        "prompt_logprobs": prompt_logprobs,
-        "structured_outputs": None if answer_format is None else answer_format.params,
-        "extra_args": body.vllm_xargs,
-    }
+            raise unsupported(name, "is a field of beam search: set use_beam_search to true")
+    values = {**_set_fields(body, _SHARED), **others, "extra_args": body.vllm_xargs}
     return SamplingParams(**defaults_beside(values, defaults), **values)
 
 
@@ -387,9 +196,7 @@ def make_beam_search_params(body: protocol.GenerationRequest, max_tokens: int) -
     for name, value in _set_fields(body, (*_SHARED, "prompt_logprobs")).items():
         if name in _IGNORED_BY_BEAM_SEARCH or name in _BEAM_FIELDS or value == getattr(neutral, name):
             continue
-        raise unsupported(name, f"{name} is not supported with use_beam_search")
-    if (answer_format := read_answer_format(body)) is not None:
-        raise unsupported(answer_format.field, f"{answer_format.field} is not supported with use_beam_search")
+        raise unsupported(name, "is not supported with use_beam_search")
     # SamplingParams checks n and best_of.
     width = SamplingParams(n=body.n or 1, best_of=body.best_of).num_sequences
     return BeamSearchParams(beam_width=width, max_tokens=max_tokens, **_set_fields(body, _BEAM_FIELDS))

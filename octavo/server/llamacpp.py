@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,25 +15,15 @@ from octavo import __version__
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.tokenizer import no_fill_in_middle
-from octavo.server.fields import EngineFields, Int, Name, Phrase, ResponseModel, refused
+from octavo.server.answer_format import read_answer_format
+from octavo.server.fields import EngineFields, Int, Name, Phrase, ResponseModel
 from octavo.server.generation import Generation, LogprobsTracker, make_chat_logprobs, make_generation
 from octavo.server.http.bodies import read_model
-from octavo.server.http.errors import renamed_errors, unsupported
+from octavo.server.http.errors import renamed_errors
 from octavo.server.http.streaming import PendingResponse, event
 from octavo.server.openai.protocol import ChatMessage, CompletionRequest, SamplingFields, TemplateOptions
 from octavo.server.prompt_inputs import encode, read_prompts, write_conversation
 from octavo.server.state import state_of
-
-
-def add_llama_routes(add: Callable[..., None]) -> None:
-    """Calls ``add`` with method, path, endpoint and response model of each route, and with ``stream``."""
-    for path in ("/completion", "/completions"):
-        add("POST", path, complete, LlamaCompletion | list[LlamaCompletion], stream=True)
-    add("POST", "/infill", infill, LlamaCompletion, stream=True)
-    add("POST", "/apply-template", apply_template, AppliedTemplate)
-    add("GET", "/props", props, Props)
-    add("GET", "/slots", slots, list[Slot])
-
 
 # /completion and /infill
 
@@ -58,7 +48,7 @@ async def complete(request: Request, body: LlamaCompletionRequest) -> Response:
 async def infill(request: Request, body: InfillRequest) -> Response:
     """Completes the gap between two texts."""
     if state_of(request).llm.tokenizer.fill_in_middle is None:
-        raise unsupported("input_suffix", str(no_fill_in_middle()))
+        raise no_fill_in_middle().at("input_suffix")
     with renamed_errors({**_RENAMED, "prompt": "input_prefix", "suffix": "input_suffix"}):
         prompt = {"prompt": body.input_prefix, "suffix": body.input_suffix}
         return await _respond(request, body, prompt, are_several=False)
@@ -77,6 +67,7 @@ async def _respond(request: Request, body: LlamaFields, prompt: dict[str, Any], 
     fields["logprobs"] = body.n_probs or None
     completion = read_model(CompletionRequest, {**fields, **prompt}, service)
     prompts = await read_prompts(service, completion)
+    answer_format = read_answer_format(completion)
     generation = make_generation(
         service,
         request,
@@ -87,6 +78,8 @@ async def _respond(request: Request, body: LlamaFields, prompt: dict[str, Any], 
         max_tokens=service.default_max_tokens(None) if body.n_predict is None else completion.max_tokens,
         logprobs=completion.logprobs,
         prompt_logprobs=None,
+        answer_format=answer_format,
+        names=None if answer_format is None else answer_format.names,
     )
     return await _PendingLlamaCompletion(body, generation, are_several).respond(request, body.stream, deadline)
 
@@ -272,8 +265,6 @@ class LlamaCompletionRequest(LlamaFields):
 class InfillRequest(LlamaFields):
     input_prefix: str = Field(description="The text before the gap.")
     input_suffix: str = Field(description="The text after it.")
-    input_extra: Any = refused("the model sees the text around the gap only", [])
-    prompt: Any = refused("write it at the end of input_prefix", "")
 
 
 class ApplyTemplateRequest(TemplateOptions):

@@ -23,7 +23,6 @@ from octavo.core.plugins import how_to_install
 if TYPE_CHECKING:
     from octavo.core.outputs import Pooled, RequestMetrics, RequestOutput
     from octavo.server.metrics import RequestObserver
-    from octavo.server.pooling import PoolingObserver
 
 
 FORMATS = ("plain", "json")
@@ -211,7 +210,7 @@ class Tracer:
     def record(
         self,
         output: RequestOutput | Pooled,
-        observer: RequestObserver | PoolingObserver,
+        observer: RequestObserver,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Records the spans of a request that has ended; the header ``traceparent`` names the caller's span."""

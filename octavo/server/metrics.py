@@ -9,15 +9,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from octavo import __version__
-from octavo.core.stats import GrammarStats, SchedulerState
+from octavo.core.outputs import RequestOutput
+from octavo.core.stats import (
+    CAPACITY,
+    STEP_TOKENS,
+    AdapterStats,
+    Family,
+    GrammarStats,
+    GroupState,
+    SchedulerState,
+    SchedulerStats,
+    SpeculationStats,
+    Statistic,
+    statistics,
+)
 from octavo.core.stats import Histogram as HistogramCounts
 
 if TYPE_CHECKING:
-    from octavo.core.outputs import RequestOutput
+    from octavo.core.outputs import Pooled
     from octavo.core.stats import StepStats
     from octavo.engine.replicas import ReplicaState
 
@@ -63,9 +77,7 @@ class Metrics:
 
         gauge("build", "1, with the version of this server.", ["version"], unit="info")(__version__).set(1)
         #: Functions from label values to metrics, of the families with a series for each replica.
-        self._by_replica: dict[str, Any] = {}
-        for name, (kind, text, labels) in FAMILIES.items():
-            self._by_replica[name] = self._family(kind, name, text, ["replica", *labels])
+        self._by_replica = self._families(FAMILIES, "replica")
         self._replicas: dict[int, ReplicaMetrics] = {}
 
         # Requests.
@@ -122,16 +134,8 @@ class Metrics:
         )
         self.adapter_generation_tokens = counter("adapter_generation_tokens", "Tokens generated.", ["adapter"])
 
-        # Grammars.
-        self._grammars_waiting = gauge(
-            "grammars_compiling", "Requests whose grammar is being compiled, or waits for it."
-        )()
-        compiled = counter("grammar_compilations", "Grammars compiled for the first time, by result.", ["result"])
-        self._grammar_totals = {
-            "compiled": Total(compiled("compiled")),
-            "refused": Total(compiled("refused")),
-            "seconds": Total(counter("grammar_compile_seconds", "Processor time of compiling grammars.")()),
-        }
+        self._grammar_series = StatisticSeries(self._families(declared_families(GrammarStats)))
+        self._grammar_series.show_fields(GrammarStats, self.grammars)
 
         # HTTP and logs.
         self._http_open = gauge("http_open_requests", "HTTP requests being handled.")()
@@ -157,9 +161,7 @@ class Metrics:
         for label in self._adapter_labels:
             for state in ("running", "waiting"):
                 self._adapter_requests(label, state).set(counts[label, state])
-        self._grammars_waiting.set(self.grammars.waiting)
-        for name, total in self._grammar_totals.items():
-            total.set_total(getattr(self.grammars, name))
+        self._grammar_series.show_fields(GrammarStats, self.grammars)
         for replica in self.replica_states():
             self._up(str(replica.number)).set(replica.status == "ready")
             total = self._restarts.setdefault(replica.number, Total(self._starts(str(replica.number))))
@@ -211,6 +213,12 @@ class Metrics:
         self._adapter_labels.add(label)
         return label
 
+    def _families(self, families: Iterable[Family], *labels: str) -> dict[Family, Any]:
+        kinds: dict[str, Any] = {"gauge": Gauge, "counter": Counter}
+        return {
+            each: self._family(kinds[each.kind], each.name, each.text, [*labels, *each.labels]) for each in families
+        }
+
     def _family(self, kind: Any, name: str, text: str, labels: Sequence[str] = (), **options: Any) -> Any:
         """Makes a family; returns a function from its label values to the metric."""
         family = kind(f"octavo_{name}", text, ["model_name", *labels], registry=self.registry, **options)
@@ -226,11 +234,11 @@ def _counts(name: str, histogram: Histogram) -> HistogramCounts:
 
 
 class RequestObserver:
-    """Counts the tokens and latencies of one request from its outputs."""
+    """Counts the tokens, latencies and end of one request: for text, for vectors or scores, or of a recording."""
 
-    def __init__(self, metrics: Metrics, adapter: str | None = None) -> None:
-        """``adapter``: the name of the request's, if it has one."""
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, adapter: str | None = None, task: str | None = None) -> None:
+        """``adapter``: the name of the request's, if it has one. ``task``: of a request for vectors or scores."""
+        self._metrics, self._task = metrics, task
         self._adapter = None if adapter is None else metrics.adapter_label(adapter)
         #: Tokens of all its completions so far.
         self.num_tokens = 0
@@ -240,44 +248,65 @@ class RequestObserver:
         #: Time of the last token, by index of the completion.
         self._last: dict[int, float] = {}
 
-    def update(self, output: RequestOutput) -> None:
-        """Counts the next output; its tokens are taken as evenly spaced since the output before."""
+    def update(self, output: RequestOutput | Pooled, reason: str | None = None) -> None:
+        """Counts the next output; its tokens are taken as evenly spaced since the output before.
+
+        ``reason``: the finish reason of a request for vectors or scores, whose only output has no completions.
+        """
         metrics, times, now = self._metrics, output.metrics, time.monotonic()
         if not self._started:
             self._started = True
-            metrics.prompt_tokens.inc(output.num_prompt_tokens)
-            if self._adapter is not None:
-                metrics.adapter_prompt_tokens(self._adapter).inc(output.num_prompt_tokens)
+            self.add_prompt(output.num_prompt_tokens)
             if times.time_in_queue is not None:
                 metrics.queue.observe(times.time_in_queue)
             if times.first_token_time is not None:
                 metrics.first_token.observe(times.first_token_time - times.arrival_time)
-        for completion in output.outputs:
-            if completion.finish_reason is not None:
-                self.finish_reasons[completion.index] = completion.finish_reason
-            if count := len(completion.token_ids):
-                self._count(completion.index, count, times.first_token_time or now, now)
+        if not isinstance(output, RequestOutput):
+            # "length" is how a core calls the end of a prompt after which nothing is generated.
+            self.finish_reasons[0] = "stop" if reason in COMPLETE else reason or "abort"
+        else:
+            for completion in output.outputs:
+                if completion.finish_reason is not None:
+                    self.finish_reasons[completion.index] = completion.finish_reason
+                if count := len(completion.token_ids):
+                    self._count(completion.index, count, times.first_token_time or now, now)
         if output.finished:
-            self._end()
-            reason = self.finish_reasons.get(0, "abort")
-            metrics.finished(reason).inc()
-            if reason in COMPLETE:
-                metrics.duration.observe(now - times.arrival_time)
+            self.end(self.finish_reasons.get(0, "abort"), now - times.arrival_time)
+
+    def add_prompt(self, num_tokens: int) -> None:
+        self._metrics.prompt_tokens.inc(num_tokens)
+        if self._adapter is not None:
+            self._metrics.adapter_prompt_tokens(self._adapter).inc(num_tokens)
+        if self._task is not None:
+            self._metrics.pooled_tokens(self._task).inc(num_tokens)
+
+    def add_tokens(self, count: int) -> None:
+        self.num_tokens += count
+        self._metrics.generation_tokens.inc(count)
+        if self._adapter is not None:
+            self._metrics.adapter_generation_tokens(self._adapter).inc(count)
+
+    def end(self, reason: str, seconds: float = 0.0) -> None:
+        """Counts the end of the request, ``seconds`` after its arrival."""
+        self._ended, metrics = True, self._metrics
+        metrics.finished(reason).inc()
+        if self._adapter is not None:
+            metrics.adapter_finished(self._adapter).inc()
+        if self._task is not None:
+            metrics.pooled_finished(self._task, reason).inc()
+        if reason in COMPLETE:
+            metrics.duration.observe(seconds)
+            if self._task is not None:
+                metrics.pooled_duration(self._task).observe(seconds)
 
     def close(self, untaken: int = 0) -> None:
         """Counts the request as aborted if it has not ended, and its tokens that were in no output."""
         if not self._ended:
-            self._end()
-            self._count_tokens(untaken)
-            self._metrics.finished("abort").inc()
-
-    def _end(self) -> None:
-        self._ended = True
-        if self._adapter is not None:
-            self._metrics.adapter_finished(self._adapter).inc()
+            self.add_tokens(untaken)
+            self.end("abort")
 
     def _count(self, index: int, count: int, first_token_time: float, now: float) -> None:
-        self._count_tokens(count)
+        self.add_tokens(count)
         last = self._last.get(index)
         if last is None:  # the prefill gives the first token of every completion
             last, count = first_token_time, count - 1
@@ -285,125 +314,72 @@ class RequestObserver:
         for _ in range(count):
             self._metrics.inter_token.observe((now - last) / count)
 
-    def _count_tokens(self, count: int) -> None:
-        self.num_tokens += count
-        self._metrics.generation_tokens.inc(count)
-        if self._adapter is not None:
-            self._metrics.adapter_generation_tokens(self._adapter).inc(count)
-
 
 # Series from the state of an engine core; each replica has its own.
 
-#: Kind, text and further labels of each family with a series for each replica. Series of groups begin where layers
-#: have KV entries of different sizes, those of drafts and of adapters where there are any.
-FAMILIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
-    "requests": (Gauge, "Requests in the engine now, by state.", ("state",)),
-    "kv_cache_blocks": (Gauge, "KV cache blocks now, by state.", ("state",)),
-    "kv_cache_group_blocks": (
-        Gauge,
-        "KV cache blocks now, of each group of layers with equal KV entries, by state. window: tokens that its layers "
-        "attend to; all: the whole context.",
-        ("group", "window", "state"),
-    ),
-    "kv_cache_capacity_blocks": (Gauge, "KV cache blocks in all.", ()),
-    "kv_cache_host_used_blocks": (Gauge, "Host memory blocks that hold swapped KV.", ()),
-    "prefix_cache_queried_tokens": (Counter, "Prompt tokens looked up in the prefix cache.", ()),
-    "prefix_cache_hit_tokens": (Counter, "Prompt tokens found in the prefix cache.", ()),
-    "preemptions": (Counter, "Requests set back to make room, by kind.", ("kind",)),
-    "step_tokens": (Counter, "Tokens computed in steps, by phase; recomputed ones again.", ("phase",)),
-    "spec_decode_num_drafts": (Counter, "Drafts that were verified.", ()),
-    "spec_decode_num_draft_tokens": (Counter, "Tokens of drafts.", ()),
-    "spec_decode_num_accepted_tokens": (Counter, "Tokens of drafts that were accepted.", ()),
-    "spec_decode_num_accepted_tokens_per_pos": (
-        Counter,
-        "Drafts of which the token at this position was accepted.",
-        ("position",),
-    ),
-    "spec_decode_num_failures": (Counter, "Completions that went on without drafts as the drafter failed.", ()),
-    "adapters": (Gauge, "Adapters now: in slots on the device, in host memory, being loaded.", ("place",)),
-    "adapter_loads": (Counter, "Loads of adapters from files.", ()),
-    "adapter_failed_loads": (Counter, "Loads that failed.", ()),
-    "adapter_evictions": (Counter, "Adapters that lost their place to others.", ("place",)),
-    "adapter_admissions": (
-        Counter,
-        "Admissions of requests with an adapter: in its slot already (hit), or given one (miss).",
-        ("slot",),
-    ),
-    "adapter_stall_seconds": (Counter, "Time in which steps placed adapters or waited for one.", ()),
-    "adapter_longest_stall_seconds": (Gauge, "The longest of these times in one step.", ()),
-}
-#: Statistics of ``SchedulerState``, ``SpeculationStats`` and ``AdapterStats`` -> family and labels.
-_STATE = {
-    "num_running": ("requests", "running"),
-    "num_waiting": ("requests", "waiting"),
-    "num_swapped": ("requests", "swapped"),
-    "blocks_used": ("kv_cache_blocks", "used"),
-    "blocks_cached": ("kv_cache_blocks", "cached"),
-    "blocks_free": ("kv_cache_blocks", "free"),
-    "blocks_pinned": ("kv_cache_blocks", "pinned"),
-    "num_blocks": ("kv_cache_capacity_blocks",),
-    "host_blocks_used": ("kv_cache_host_used_blocks",),
-    "preemptions_by_recompute": ("preemptions", "recompute"),
-    "preemptions_by_swap": ("preemptions", "swap"),
-    "prefix_queried_tokens": ("prefix_cache_queried_tokens",),
-    "prefix_hit_tokens": ("prefix_cache_hit_tokens",),
-}
-_SPECULATION = {
-    "drafts": ("spec_decode_num_drafts",),
-    "draft_tokens": ("spec_decode_num_draft_tokens",),
-    "accepted_tokens": ("spec_decode_num_accepted_tokens",),
-    "failures": ("spec_decode_num_failures",),
-}
-_ADAPTERS = {
-    "in_slots": ("adapters", "slot"),
-    "in_host": ("adapters", "host"),
-    "loading": ("adapters", "loading"),
-    "loads": ("adapter_loads",),
-    "failed_loads": ("adapter_failed_loads",),
-    "slot_evictions": ("adapter_evictions", "slot"),
-    "host_evictions": ("adapter_evictions", "host"),
-    "slot_hits": ("adapter_admissions", "hit"),
-    "slot_misses": ("adapter_admissions", "miss"),
-    "seconds": ("adapter_stall_seconds",),
-    "longest_seconds": ("adapter_longest_stall_seconds",),
-}
+
+def declared_families(*kinds: type[Struct]) -> list[Family]:
+    """The families of ``/metrics`` that the statistics of these structs belong to."""
+    declared = [each.family for kind in kinds for each in statistics(kind).values()]
+    return [family for family in dict.fromkeys(declared) if not family.is_offline]
 
 
-class ReplicaMetrics:
+#: Families with a series for each replica; those of drafts and of adapters have series where there are any.
+FAMILIES = [CAPACITY, *declared_families(SchedulerStats, GroupState, SpeculationStats, AdapterStats)]
+
+
+class StatisticSeries:
+    """Shows declared statistics as series with the same first labels."""
+
+    def __init__(self, families: Mapping[Family, Callable[..., Any]], *labels: str) -> None:
+        """``families``: functions from label values to metrics."""
+        self._families, self._labels = families, labels
+        #: By struct and further labels: (field, function that shows its value).
+        self._shown: dict[tuple[Any, ...], list[tuple[str, Callable[[Any], None]]]] = {}
+
+    def show_fields(self, kind: type[Struct], stats: Struct, *labels: str) -> None:
+        shown = self._shown.get((kind, *labels))
+        if shown is None:
+            declared = [each for each in statistics(kind).items() if not each[1].family.is_offline]
+            shown = [(name, self._function(each, *labels)) for name, each in declared]
+            self._shown[kind, *labels] = shown
+        for name, show in shown:
+            show(getattr(stats, name))
+
+    def _function(self, declared: Statistic, *labels: str) -> Callable[[Any], None]:
+        """Sets a gauge, or the total of a counter; of a list, one counter for each entry."""
+        make = partial(self._families[declared.family], *self._labels, *labels)
+        if declared.family.labels and not declared.value:
+            totals: list[Total] = []
+
+            def show(values: list[int]) -> None:
+                totals.extend(Total(make(str(position))) for position in range(len(totals), len(values)))
+                for one, value in zip(totals, values, strict=False):
+                    one.set_total(value)
+
+            return show
+        metric = make(declared.value) if declared.value else make()
+        return metric.set if isinstance(metric, Gauge) else Total(metric).set_total
+
+
+class ReplicaMetrics(StatisticSeries):
     """The series of one engine core."""
 
-    def __init__(self, families: Mapping[str, Callable[..., Any]], replica: str) -> None:
-        """``families``: functions from label values to metrics, for all ``FAMILIES``."""
-        self._families, self._replica = families, replica
-        self._shown: dict[tuple[str, ...], Callable[[float], None]] = {}
-        self.prefill_tokens, self.decode_tokens = (families["step_tokens"](replica, p) for p in ("prefill", "decode"))
+    def __init__(self, families: Mapping[Family, Callable[..., Any]], replica: str) -> None:
+        super().__init__(families, replica)
+        self.prefill_tokens, self.decode_tokens = (families[STEP_TOKENS](replica, p) for p in ("prefill", "decode"))
+        self._capacity = families[CAPACITY](replica)
         self.show(SchedulerState())
 
     def show(self, stats: SchedulerState) -> None:
-        self._show_all(_STATE, stats)
+        self._capacity.set(stats.num_blocks)
+        self.show_fields(SchedulerState, stats)
         for number, group in enumerate(stats.groups):
-            window = "all" if group.window is None else str(group.window)
-            for state in ("used", "cached", "free", "pinned"):
-                self._show(getattr(group, state), "kv_cache_group_blocks", str(number), window, state)
+            self.show_fields(GroupState, group, str(number), "all" if group.window is None else str(group.window))
         if stats.adapters is not None:
-            self._show_all(_ADAPTERS, stats.adapters)
+            self.show_fields(AdapterStats, stats.adapters)
         if stats.speculation is not None:
-            self._show_all(_SPECULATION, stats.speculation)
-            for position, accepted in enumerate(stats.speculation.accepted_per_position):
-                self._show(accepted, "spec_decode_num_accepted_tokens_per_pos", str(position))
-
-    def _show_all(self, series: Mapping[str, tuple[str, ...]], stats: object) -> None:
-        for name, which in series.items():
-            self._show(getattr(stats, name), *which)
-
-    def _show(self, value: float, *which: str) -> None:
-        """Sets a gauge, or the total of a counter; ``which``: the family and its labels."""
-        show = self._shown.get(which)
-        if show is None:
-            family, *labels = which
-            metric = self._families[family](self._replica, *labels)
-            show = self._shown[which] = metric.set if isinstance(metric, Gauge) else Total(metric).set_total
-        show(value)
+            self.show_fields(SpeculationStats, stats.speculation)
 
 
 class Total:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.core.errors import OctavoError
@@ -128,9 +129,7 @@ class UiMiddleware(Middleware):
         status, sent, body = answer(
             file, if_none_match=headers.get("if-none-match", ""), accept_encoding=headers.get("accept-encoding", "")
         )
-        raw = [(name.encode(), value.encode()) for name, value in sent.items() if name != "x-content-type-options"]
-        await send({"type": "http.response.start", "status": status, "headers": raw})
-        await send({"type": "http.response.body", "body": body})
+        await Response(body, status, sent)(scope, receive, send)
 
 
 # ``/engine/events``: views of the engine, for any number of pages at the cost of one.

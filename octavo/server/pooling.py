@@ -1,14 +1,14 @@
-"""Vectors and scores: the routes for embeddings, ranking and classification. Read ``create_embeddings`` first."""
+"""Vectors and scores: the routes for embeddings, ranking and classification.
+
+There are two operations, ``pool_inputs`` and ``score_pairs``. A route says in which fields its clients give the inputs,
+and how it writes the results. Read ``create_embeddings`` first.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import binascii
-import logging
-import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,8 +19,9 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.core.outputs import CompletionOutput, Pooled, PoolingParams, PoolingTask
+from octavo.core.outputs import Pooled, PoolingParams, PoolingTask
 from octavo.core.request import Prompt
+from octavo.server.engine_call import EngineCall, new_response_id, request_options
 from octavo.server.fields import (
     Int,
     Name,
@@ -29,25 +30,16 @@ from octavo.server.fields import (
     RequestModel,
     ResponseModel,
     TokenLimit,
-    hint,
-    refused,
 )
-from octavo.server.generation import request_options
-from octavo.server.http.errors import invalid, server_error, wrong
+from octavo.server.http.errors import invalid, invalid_at
 from octavo.server.http.streaming import with_cancellation
-from octavo.server.logging import log_fields, log_prompt
-from octavo.server.metrics import COMPLETE, Metrics
 from octavo.server.openai.protocol import ChatMessage, TemplateOptions
 from octavo.server.prompt_inputs import write_conversation
-from octavo.server.state import ServedModel, ServerState, engine_request_id, state_of
-
-logger = logging.getLogger("octavo.server")
+from octavo.server.state import ServedModel, ServerState, state_of
 
 T = TypeVar("T")
 
 # Bodies of requests.
-
-_ONE_TYPE = "vectors are computed in the model's precision and sent as float32"
 
 
 def _check_one_kind(value: Any) -> Any:
@@ -92,20 +84,6 @@ class PooledFields(QueuedFields):
     use_activation: bool | None = Field(
         None, description="Vectors get length 1, class scores become probabilities (default: the model's setting)."
     )
-    truncation_side: Any = refused("the model's tokenizer_config.json says where texts are cut", "right")
-    activation: Any = refused("its name is use_activation")
-    softmax: Any = refused("its name is use_activation")
-    normalize: Any = refused("its name is use_activation")
-    normalized: Any = refused("its name is use_activation")
-    embed_dtype: Any = refused(_ONE_TYPE, "float32")
-    output_dtype: Any = refused(_ONE_TYPE, "float", "float32")
-    embedding_type: Any = refused("its name is encoding_format", "float")
-    embedding_types: Any = refused("its name is encoding_format", ["float"])
-    endianness: Any = refused("base64 is of little-endian numbers", "little", "native")
-    late_chunking: Any = refused("each input is computed by itself", False)
-    additional_data: Any = hint("a label of the client's")
-    mm_processor_kwargs: Any = refused("images are not read for vectors and scores", {})
-    lora_request: Any = refused("an adapter is named as the model (/v1/models lists them)")
 
 
 class PooledTexts(PooledFields, TemplateOptions):
@@ -134,8 +112,6 @@ class VectorFields(RequestModel):
 class EmbeddingRequest(VectorFields, PooledTexts):
     prompt_name: PromptName = None
     input_type: Name | None = Field(None, description="query, document, or the name of one of the model's prompts.")
-    task: Any = refused("its name is input_type, or prompt_name")
-    output_dimension: Any = refused("its name is dimensions")
 
 
 class PoolingRequest(VectorFields, PooledTexts):
@@ -152,7 +128,6 @@ class TeiEmbedRequest(PooledFields):
     inputs: Input = Field(description="A text, token ids, or a list of either.")
     normalize: bool | None = Field(None, description="Vectors get length 1 (default true).")
     truncate: bool | None = Field(None, description="Cut longer inputs to as many tokens as the model takes.")
-    truncation_direction: Any = refused("the model's tokenizer_config.json says where texts are cut", "right", "Right")
     prompt_name: PromptName = None
     dimensions: Dimensions = None
 
@@ -174,11 +149,6 @@ class RerankRequest(PooledFields):
         None, description="Send the documents' texts too (default true; false on /v2/rerank, as Cohere's has none)."
     )
     max_tokens_per_doc: PositiveInt | None = Field(None, description="Cut each document to this many tokens first.")
-    max_chunks_per_doc: Any = refused("documents are not split: max_tokens_per_doc cuts them")
-    rank_fields: Any = refused("a document is one text", ["text"])
-    relevant_spans: Any = refused("documents are scored as a whole")
-    return_embeddings: Any = refused("vectors are given by /v1/embeddings", False)
-    encoding_format: Any = refused("scores are numbers", "float")
 
 
 class TeiRerankRequest(RerankRequest):
@@ -191,7 +161,6 @@ class TeiRerankRequest(RerankRequest):
     raw_scores: bool | None = Field(None, description="With texts: the model's scores, without activation.")
     return_text: bool | None = Field(None, description="With texts: send them too (default false).")
     truncate: bool | None = Field(None, description="With texts: cut them to as many tokens as the model takes.")
-    truncation_direction: Any = refused("the model's tokenizer_config.json says where texts are cut", "right", "Right")
 
 
 class ScoreRequest(PooledFields):
@@ -203,14 +172,11 @@ class ScoreRequest(PooledFields):
     documents: Texts | None = Field(None, description="Another name of text_2.")
     data_1: Texts | None = Field(None, description="Another name of text_1.")
     data_2: Texts | None = Field(None, description="Another name of text_2.")
-    encoding_format: Any = refused("scores are numbers", "float")
 
 
 class LlamaEmbeddingRequest(PooledTexts):
     content: Input | None = Field(None, description="Another name of input.")
     embd_normalize: Int | None = Field(None, description="2: length 1; -1: unscaled; default: the model's setting.")
-    encoding_format: Any = refused("/v1/embeddings gives vectors in base64", "float")
-    dimensions: Any = refused("/v1/embeddings gives vectors of fewer numbers")
 
 
 # Responses, for the OpenAPI description.
@@ -308,7 +274,10 @@ class LlamaVector(ResponseModel):
     embedding: list[list[float]]
 
 
-# Routes for vectors and classes.
+# Vectors and classes: a route says which task it asks for and how it writes a result.
+
+#: Writes a response as JSON from the results in the order of the inputs: arrays of float32, or scores of pairs.
+Write = Callable[[EngineCall[Pooled], Sequence[Any]], bytes]
 
 #: The task of ``/pooling`` by default: the first that the model supports.
 _DEFAULT_TASKS: tuple[PoolingTask, ...] = ("token_embed", "token_classify", "embed", "classify", "score")
@@ -319,109 +288,108 @@ _PROMPT_NAMES = {
 }
 
 
-async def _start(request: Request, body: PooledFields) -> tuple[ServerState, float, ServedModel]:
-    """The server's state, the request's deadline and its model."""
-    service = state_of(request)
-    deadline = service.deadline()
-    return service, deadline, await service.model(body.model)
-
-
 async def create_embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """The vectors of texts or token ids, one or many."""
-    service, deadline, model = await _start(request, body)
-    inputs = await read_texts(service, request, body, prompt_name(service, body), named=True)
-    run = PooledRun(request, body, model, pooling_params(body, "embed", body.dimensions), inputs, "embd")
-    return await run.respond(_list_answer(run, "embedding", "embedding", body), deadline)
+    named = prompt_name(state_of(request), body.input_type, body.prompt_name)
+    inputs = Inputs(body.input, prompt_name=named)
+    return await pool_inputs(request, body, "embed", inputs, _vectors("embedding", "embedding", body), body.dimensions)
 
 
 async def embed_texts(request: Request, body: TeiEmbedRequest) -> Response:
     """The vectors alone, as Text Embeddings Inference sends them."""
-    service, deadline, model = await _start(request, body)
     body.use_activation = body.normalize is not False
-    if body.truncate and body.truncate_prompt_tokens is None:
-        body.truncate_prompt_tokens = -1
-    texts = PooledTexts(input=body.inputs, truncate_prompt_tokens=body.truncate_prompt_tokens)
-    inputs = await read_texts(service, request, texts, body.prompt_name, named=True, field="inputs")
-    run = PooledRun(request, body, model, pooling_params(body, "embed", body.dimensions), inputs, "embd")
-    return await run.respond(lambda outputs: encode_object([data.tolist() for data in results(outputs)]), deadline)
+    _cut_if_asked(body, body.truncate)
+    inputs = Inputs(body.inputs, "inputs", body.prompt_name)
+    return await pool_inputs(request, body, "embed", inputs, _plain(lambda i, row: row.tolist()), body.dimensions)
 
 
 async def pool(request: Request, body: PoolingRequest) -> Response:
     """The result of a pooling task for texts or token ids, by default for each token."""
-    service, deadline, model = await _start(request, body)
+    service = state_of(request)
     default: PoolingTask = next((each for each in _DEFAULT_TASKS if each in service.tasks), "embed")
     task = body.task or default
     service.require(task)
-    params = pooling_params(body, task, body.dimensions)
-    run = PooledRun(request, body, model, params, await read_texts(service, request, body), "pool")
-    return await run.respond(_list_answer(run, "pooling", "data", body), deadline)
+    write, inputs = _vectors("pooling", "data", body), Inputs(body.input, is_named=False)
+    return await pool_inputs(request, body, task, inputs, write, body.dimensions, prefix="pool")
 
 
 async def classify(request: Request, body: ClassificationRequest) -> Response:
     """The class scores of texts or token ids."""
-    service, deadline, model = await _start(request, body)
-    inputs = await read_texts(service, request, body)
-    run = PooledRun(request, body, model, pooling_params(body, "classify"), inputs, "classify")
-    labels = service.llm.model_config.labels
+    labels = state_of(request).llm.model_config.labels
 
-    def answer(outputs: list[Pooled]) -> bytes:
-        entries = []
-        for i, data in enumerate(results(outputs)):
-            best = int(np.argmax(data))
-            label = labels[best] if best < len(labels) else None
-            entries.append({"index": i, "label": label, "probs": data.tolist(), "num_classes": len(data)})
-        return encode_list(entries, run.response_fields())
+    def entry(i: int, scores: np.ndarray) -> dict[str, Any]:
+        best = int(np.argmax(scores))
+        label = labels[best] if best < len(labels) else None
+        return {"index": i, "label": label, "probs": scores.tolist(), "num_classes": len(scores)}
 
-    return await run.respond(answer, deadline)
-
-
-def _list_answer(run: PooledRun, kind: str, field: str, how: VectorFields) -> Answer:
-    def answer(outputs: list[Pooled]) -> bytes:
-        entries = (
-            {"object": kind, "index": i, field: numbers(data, how.encoding_format, how.embed_dtype, how.endianness)}
-            for i, data in enumerate(results(outputs))
-        )
-        return encode_list(entries, run.response_fields())
-
-    return answer
-
-
-def prompt_name(service: ServerState, body: EmbeddingRequest) -> str | None:
-    """The name of the model's prompt for a request; refuses two names, or one that the model does not have."""
-    kind, prompts = body.input_type, service.llm.model_config.pooler.prompts
-    if body.prompt_name is not None and kind is not None:
-        raise invalid("input_type", "prompt_name and input_type exclude each other")
-    if kind is None or kind in prompts:
-        return body.prompt_name or kind
-    names = next((names for names in _PROMPT_NAMES.values() if kind in names), None)
-    if names is None:
-        choice = f"one of the model's prompts ({', '.join(map(repr, prompts))})" if prompts else "left out"
-        raise wrong("input_type", f"it must be query or document, or {choice}, not {kind[:100]!r}")
-    # Many models read queries and documents without a prompt.
-    return next((name for name in names if name in prompts), None)
+    inputs = Inputs(body.input, is_named=False)
+    return await pool_inputs(request, body, "classify", inputs, _listed(entry), prefix="classify")
 
 
 async def embed(request: Request, body: LlamaEmbeddingRequest) -> Response:
     """The vectors of texts or token ids, one or many."""
-    service, deadline, model = await _start(request, body)
     if body.embd_normalize not in (None, 2, -1):
-        raise wrong("embd_normalize", f"it must be 2 or -1, not {body.embd_normalize}")
-    if body.content is not None:
-        if body.input is not None:
-            raise wrong("content", "content and input exclude each other")
-        body.input = body.content
+        raise invalid_at("embd_normalize", f"it must be 2 or -1, not {body.embd_normalize}")
+    if body.content is not None and body.input is not None:
+        raise invalid_at("content", "content and input exclude each other")
     if body.embd_normalize is not None:
         body.use_activation = body.embd_normalize == 2
-    inputs = await read_texts(service, request, body, named=True)
-    run = PooledRun(request, body, model, pooling_params(body, "embed"), inputs, "embd")
-
-    def answer(outputs: list[Pooled]) -> bytes:
-        return encode_object([{"index": i, "embedding": [row.tolist()]} for i, row in enumerate(results(outputs))])
-
-    return await run.respond(answer, deadline)
+    inputs = Inputs(body.input if body.content is None else body.content)
+    write = _plain(lambda i, row: {"index": i, "embedding": [row.tolist()]})
+    return await pool_inputs(request, body, "embed", inputs, write)
 
 
-# Routes for ranking and scores.
+def prompt_name(service: ServerState, kind: str | None, name: str | None = None) -> str | None:
+    """The name of the model's prompt by ``input_type`` or ``prompt_name``; refuses both, and an unknown kind."""
+    prompts = service.llm.model_config.pooler.prompts
+    if name is not None and kind is not None:
+        raise invalid("input_type", "prompt_name and input_type exclude each other")
+    if kind is None or kind in prompts:
+        return name or kind
+    names = next((names for names in _PROMPT_NAMES.values() if kind in names), None)
+    if names is None:
+        choice = f"one of the model's prompts ({', '.join(map(repr, prompts))})" if prompts else "left out"
+        raise invalid_at("input_type", f"it must be query or document, or {choice}, not {kind[:100]!r}")
+    # Many models read queries and documents without a prompt.
+    return next((name for name in names if name in prompts), None)
+
+
+def _vectors(kind: str, field: str, body: VectorFields) -> Write:
+    def entry(i: int, data: np.ndarray) -> dict[str, Any]:
+        encoded = numbers(data, body.encoding_format, body.embed_dtype, body.endianness)
+        return {"object": kind, "index": i, field: encoded}
+
+    return _listed(entry)
+
+
+def _listed(entry: Callable[[int, Any], Any]) -> Write:
+    """``{"object": "list", "data": ..}`` of entries made of an index and a result.
+
+    Entries are made and encoded one by one, so that a thread that writes a large response gives others turns.
+    """
+
+    def write(call: EngineCall[Pooled], results: Sequence[Any]) -> bytes:
+        data = b",".join(encode_object(entry(i, result)) for i, result in enumerate(results))
+        rest = {"model": call.model.name, "usage": _usage(call), "id": call.response_id, "created": call.created}
+        return b'{"object":"list","data":[' + data + b"]," + encode_object(rest)[1:]
+
+    return write
+
+
+def _plain(entry: Callable[[int, Any], Any]) -> Write:
+    return lambda call, results: encode_object([entry(i, result) for i, result in enumerate(results)])
+
+
+def _usage(call: EngineCall[Pooled]) -> dict[str, int]:
+    return {"prompt_tokens": call.prompt_tokens, "total_tokens": call.prompt_tokens}
+
+
+def _cut_if_asked(body: PooledFields, truncate: bool | None) -> None:
+    if truncate and body.truncate_prompt_tokens is None:
+        body.truncate_prompt_tokens = -1
+
+
+# Ranking and scores: a route says which pairs it has and how it writes their scores.
 
 #: The route of Cohere's API, whose responses have no documents.
 COHERE = "/v2/rerank"
@@ -436,76 +404,65 @@ async def rerank_texts(request: Request, body: TeiRerankRequest) -> Response:
             if getattr(body, name) is not None:
                 raise invalid(name, f"{name} goes with texts, not with documents")
         return await rerank(request, body)
-    body.documents = list(body.texts)
-    if body.truncate and body.truncate_prompt_tokens is None:
-        body.truncate_prompt_tokens = -1
+    _cut_if_asked(body, body.truncate)
     if body.raw_scores is not None:
         body.use_activation = not body.raw_scores
-    return await rerank(request, body)
+
+    def write(texts: list[str], best: list[int], call: EngineCall[Pooled], scores: Sequence[float]) -> bytes:
+        shown = [{"text": texts[i]} if body.return_text else {} for i in best]
+        return encode_object([{"index": i, "score": scores[i], **text} for i, text in zip(best, shown, strict=True)])
+
+    return await _rank(request, body, "texts", body.texts, write)
 
 
 async def rerank(request: Request, body: RerankRequest) -> Response:
     """Scores of documents for a query, the best first, in the formats of Jina's and of Cohere's API."""
-    tei = body if isinstance(body, TeiRerankRequest) and body.texts is not None else None
-    field = "documents" if tei is None else "texts"
-    service, deadline, model = await _start(request, body)
-    query = body.query if isinstance(body.query, str) else body.query.text
-    documents = [each if isinstance(each, str) else each.text for each in body.documents]
-    check_number(service, field, len(documents))
-    places = [f"{field}[{i}]" for i in range(len(documents))]
-    _check_texts({"query": query, **dict(zip(places, documents, strict=True))})
-    texts = [(query, document) for document in documents]
-    pairs = await read_pairs(service, texts, places, body.truncate_prompt_tokens, body.max_tokens_per_doc)
-    params = service.llm.front_end.pooling.score_params(pooling_params(body, "score"))
-    run = PooledRun(request, body, model, params, pairs.inputs, "rerank")
     with_documents = request.url.path != COHERE if body.return_documents is None else body.return_documents
 
-    def answer(outputs: list[Pooled]) -> bytes:
-        scores = _scores(service, pairs, outputs)
-        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
-        if tei is not None:
-            texts = [{"text": documents[i]} if tei.return_text else {} for i in best]
-            return encode_object([{"index": i, "score": scores[i], **t} for i, t in zip(best, texts, strict=True)])
-        results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
-        if with_documents:
-            for entry in results:
-                entry["document"] = {"text": documents[entry["index"]]}
-        usage = run.usage()
-        meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": usage["prompt_tokens"]}}
-        fields = {"id": run.response_id, "model": model.name, "results": results, "usage": usage, "meta": meta}
-        return encode_object(fields)
+    def write(texts: list[str], best: list[int], call: EngineCall[Pooled], scores: Sequence[float]) -> bytes:
+        shown = [{"document": {"text": texts[i]}} if with_documents else {} for i in best]
+        results = [{"index": i, "relevance_score": scores[i], **text} for i, text in zip(best, shown, strict=True)]
+        meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": call.prompt_tokens}}
+        fields = {"id": call.response_id, "model": call.model.name, "results": results, "usage": _usage(call)}
+        return encode_object({**fields, "meta": meta})
 
-    return await run.respond(answer, deadline)
+    return await _rank(request, body, "documents", body.documents, write)
+
+
+async def _rank(
+    request: Request,
+    body: RerankRequest,
+    field: str,
+    documents: Sequence[str | TextDocument],
+    write: Callable[[list[str], list[int], EngineCall[Pooled], Sequence[float]], bytes],
+) -> Response:
+    query, *texts = (each if isinstance(each, str) else each.text for each in (body.query, *documents))
+    check_number(state_of(request), field, len(texts))
+    for place, text in (("query", query), *((f"{field}[{i}]", text) for i, text in enumerate(texts))):
+        _check_text(place, text)
+
+    def write_best(call: EngineCall[Pooled], scores: Sequence[float]) -> bytes:
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n]
+        return write(texts, best, call, scores)
+
+    pairs = [(query, text) for text in texts]
+    return await score_pairs(request, body, field, pairs, write_best, "rerank", body.max_tokens_per_doc)
 
 
 async def score(request: Request, body: ScoreRequest) -> Response:
     """Scores of pairs of texts, or of one text with each of several."""
-    service, deadline, model = await _start(request, body)
     first_name, first = _one_of(body, "text_1", "queries", "data_1")
     second_name, second = _one_of(body, "text_2", "documents", "data_2")
     for name, texts in ((first_name, first), (second_name, second)):
-        check_number(service, name, len(texts))
-        _check_texts({f"{name}[{i}]": text for i, text in enumerate(texts)})
+        check_number(state_of(request), name, len(texts))
+        for i, text in enumerate(texts):
+            _check_text(f"{name}[{i}]", text)
     if len(first) not in (1, len(second)):
         message = f"{first_name} has {len(first)} texts and {second_name} {len(second)}: give one, or as many"
         raise invalid(first_name, message)
-    first = first * len(second) if len(first) == 1 else first
-    places = [f"{second_name}[{i}]" for i in range(len(second))]
-    pairs = await read_pairs(service, list(zip(first, second, strict=True)), places, body.truncate_prompt_tokens)
-    params = service.llm.front_end.pooling.score_params(pooling_params(body, "score"))
-    run = PooledRun(request, body, model, params, pairs.inputs, "score")
-
-    def answer(outputs: list[Pooled]) -> bytes:
-        scores = _scores(service, pairs, outputs)
-        entries = ({"index": i, "object": "score", "score": each} for i, each in enumerate(scores))
-        return encode_list(entries, run.response_fields())
-
-    return await run.respond(answer, deadline)
-
-
-def _scores(service: ServerState, pairs: Pairs, outputs: list[Pooled]) -> list[float]:
-    score = service.llm.front_end.pooling.score
-    return [score([outputs[number] for number in numbers]) for numbers in pairs.of_pair]
+    pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+    write = _listed(lambda i, score: {"index": i, "object": "score", "score": score})
+    return await score_pairs(request, body, second_name, pairs, write, "score")
 
 
 def _one_of(body: ScoreRequest, *names: str) -> tuple[str, list[str]]:
@@ -517,134 +474,124 @@ def _one_of(body: ScoreRequest, *names: str) -> tuple[str, list[str]]:
     return name, [texts] if isinstance(texts, str) else list(texts)
 
 
-def _check_texts(texts: dict[str, str]) -> None:
-    for place, text in texts.items():
-        if not text:
-            raise wrong(place, "it is empty; a score of nothing means nothing")
+# The operations: inputs are checked, tokenized and cut before any of them is computed.
 
-
-# The inputs of one HTTP request in the engine.
-
-#: Least inputs of one request in the engine at a time: enough for full steps, few enough that another request does not
-#: wait for thousands.
-MIN_IN_ENGINE = 256
-#: Inputs that are sent to the engine in one turn of the event loop; each takes some 100 microseconds.
-_AT_ONCE = 16
-#: Begins the engine's message about a result with NaN or infinity, which names the layer and nothing internal.
-_NOT_FINITE = "the result is not finite"
+#: Fewer characters are tokenized in well under a millisecond, and not in a thread.
+_SHORT = 2000
 #: Results of more numbers are written as JSON in a thread.
-_SHORT_INPUTS = 20_000
-
-#: Writes a response as JSON from the outputs, in the order of the inputs.
-Answer = Callable[[list[Pooled]], bytes]
+_SHORT_RESULTS = 20_000
+_HOW_TO_CUT = "and truncate_prompt_tokens=-1 cuts it there"
 
 
-class PooledRun:
-    """The inputs of one HTTP request, each an engine request of its own. A failure ends all of them."""
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The independent inputs of a request: a text, token ids, or a list of either; None: a conversation."""
 
-    def __init__(
-        self,
-        request: Request,
-        body: PooledFields,
-        model: ServedModel,
-        params: PoolingParams,
-        inputs: list[PooledInput],
-        prefix: str,
-    ) -> None:
-        """``params`` has the task; the response's id begins with ``prefix``."""
-        self.service, self.request, self.model = state_of(request), request, model
-        self.params, self.inputs = params, inputs
-        self.response_id = f"{prefix}-{uuid.uuid4().hex}"
-        self.options = request_options(request, body, model.adapter)
-
-    async def respond(self, answer: Answer, deadline: float) -> Response:
-        """The response; no input runs any more when this returns or raises. ``deadline``: on the loop's clock."""
-        body = await with_cancellation(self.request.receive, self._answer(answer), deadline)
-        return Response(body, media_type="application/json")
-
-    def response_fields(self) -> dict[str, Any]:
-        return {"model": self.model.name, "usage": self.usage(), "id": self.response_id, "created": int(time.time())}
-
-    def usage(self) -> dict[str, int]:
-        tokens = sum(len(each.token_ids) for each in self.inputs)
-        return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-    async def _answer(self, answer: Answer) -> bytes:
-        outputs = await self._outputs()
-        if sum(output.outputs.data.size for output in outputs) < _SHORT_INPUTS:
-            return answer(outputs)
-        return await asyncio.to_thread(answer, outputs)
-
-    async def _outputs(self) -> list[Pooled]:
-        service, outputs = self.service, dict[int, Pooled]()
-        if service.options.log_prompts:
-            for each in self.inputs:
-                log_prompt(each.prompt.get("prompt", each.token_ids))
-        config = service.llm.config
-        in_engine = max(MIN_IN_ENGINE, 2 * config.max_num_seqs * config.data_parallel_size)
-        names = {self._name(i): len(each.token_ids) for i, each in enumerate(self.inputs[:in_engine])}
-        service.queue.enter(names)
-        waiting = iter(enumerate(self.inputs))
-
-        async def take() -> None:
-            for number, each in waiting:
-                outputs[number] = await self._pool(self._name(number), each)
-
-        try:
-            if len(self.inputs) == 1:
-                await take()
-            else:
-                async with asyncio.TaskGroup() as tasks:
-                    for i in range(len(names)):
-                        tasks.create_task(take())
-                        if i % _AT_ONCE == 0:
-                            await asyncio.sleep(0)
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
-        finally:
-            service.queue.leave(*names)
-            fields = log_fields(self.request.scope)
-            if self.model.adapter is not None:
-                fields["adapter"] = self.model.name
-            fields.update(inputs=len(self.inputs), prompt_tokens=self.usage()["prompt_tokens"])
-        return [outputs[i] for i in range(len(self.inputs))]
-
-    def _name(self, number: int) -> str:
-        return engine_request_id(self.response_id, number, len(self.inputs))
-
-    async def _pool(self, name: str, each: PooledInput) -> Pooled:
-        service = self.service
-        try:
-            stream = await service.llm.submit(name, each.prompt, self.params, self.options, streaming=False)
-        finally:
-            service.queue.leave(name)
-        adapter = self.model.name if self.model.adapter else None
-        with PoolingObserver(service.metrics, str(self.params.task), adapter) as observer, closing(stream):
-            output: Any = await anext(stream)
-            end = stream.request.completions[0].output
-            observer.update(output, str(end.finish_reason))
-            service.queue.observe(output)
-            if service.tracer is not None:
-                service.tracer.record(output, observer, self.request.headers)
-            self._raise_if_failed(each, output, end)
-        pooled: Pooled = output
-        return pooled
-
-    def _raise_if_failed(self, each: PooledInput, output: Pooled, end: CompletionOutput) -> None:
-        error = output.outputs.error
-        if error is None:
-            return
-        self.service.check_completion(end, self.model)
-        param = each.place.partition("[")[0]
-        if end.finish_reason == "ignored" or end.exceeds_kv_cache:
-            raise invalid(param, f"{each.place}: {error}", "context_length_exceeded")
-        logger.error("request %s failed: %s", output.request_id, error)
-        if error.startswith(_NOT_FINITE):
-            raise server_error(500, f"{each.place}: {error}", "result_not_finite", param=param)
-        raise server_error(500, f"the engine failed on {each.place}", "engine_error", param=param)
+    value: Any
+    #: The name of their field.
+    field: str = "input"
+    #: The model's prompt to put before each, or its default one; none if not ``is_named``.
+    prompt_name: str | None = None
+    is_named: bool = True
 
 
-def pooling_params(body: PooledFields, task: PoolingTask, dimensions: int | None = None) -> PoolingParams:
+async def pool_inputs(
+    request: Request,
+    body: PooledFields,
+    task: PoolingTask,
+    inputs: Inputs,
+    write: Write,
+    dimensions: int | None = None,
+    prefix: str = "embd",
+) -> Response:
+    """Answers a request with the result of a task for each input; ``prefix`` begins the response's id."""
+    service = state_of(request)
+    deadline = service.deadline()
+    model = await service.model(body.model)
+    messages = body.messages if isinstance(body, PooledTexts) else None
+    special = body.add_special_tokens if isinstance(body, PooledTexts) else None
+    if (inputs.value is None) == (messages is None):
+        raise invalid("input", "give input or messages, one of them")
+    if messages is not None and isinstance(body, PooledTexts):
+        if body.add_generation_prompt is None:
+            body.add_generation_prompt = False
+        text = await write_conversation(service, request, messages, body)
+        places, prompts, special = ["messages"], [{"prompt": text}], special is True
+    else:
+        places, prompts = _read_inputs(service, inputs)
+    await _tokenize_all(service, places, prompts, body.truncate_prompt_tokens, special is not False)
+    call = _make_call(request, body, model, _params(body, task, dimensions), places, prompts, prefix)
+    return await _respond(call, lambda outputs: [output.outputs.data for output in outputs], write, deadline)
+
+
+def _read_inputs(service: ServerState, inputs: Inputs) -> tuple[list[str], list[dict[str, Any]]]:
+    value, field, pooling = inputs.value, inputs.field, service.llm.front_end.pooling
+    are_several = isinstance(value, list) and not (value and isinstance(value[0], int))
+    entries = value if are_several else [value]
+    check_number(service, field, len(entries))
+    places = [f"{field}[{i}]" for i in range(len(entries))] if are_several else [field]
+    for place, entry in zip(places, entries, strict=True):
+        _check_text(place, entry)
+    if inputs.is_named:
+        entries = [pooling.embedding_prompt(entry, inputs.prompt_name) for entry in entries]
+    return places, list(map(_fields, entries))
+
+
+async def score_pairs(
+    request: Request,
+    body: PooledFields,
+    field: str,
+    pairs: Sequence[tuple[str, str]],
+    write: Write,
+    prefix: str,
+    max_tokens: int | None = None,
+) -> Response:
+    """Answers a request with the score of each pair; the second texts, of ``field``, are cut to ``max_tokens``."""
+    service = state_of(request)
+    deadline = service.deadline()
+    model = await service.model(body.model)
+    truncate, sizes = body.truncate_prompt_tokens, [len(first) + len(second) for first, second in pairs]
+    if truncate is None and max_tokens is None:
+        for i, size in enumerate(sizes):
+            _check_chars(service, f"{field}[{i}]", size)
+    made = await _run_in_thread_if_long(sum(sizes), _make_pairs, service, field, pairs, truncate, max_tokens)
+    places, prompts, of_pair = made
+    await _tokenize_all(service, places, prompts, truncate, special=True)
+    pooling = service.llm.front_end.pooling
+    params = pooling.score_params(_params(body, "score"))
+    call = _make_call(request, body, model, params, places, prompts, prefix)
+
+    def scores(outputs: list[Pooled]) -> list[float]:
+        return [pooling.score([outputs[i] for i in indices]) for indices in of_pair]
+
+    return await _respond(call, scores, write, deadline)
+
+
+def _make_pairs(
+    service: ServerState, field: str, pairs: Sequence[tuple[str, str]], truncate: int | None, max_tokens: int | None
+) -> tuple[list[str], list[dict[str, Any]], list[list[int]]]:
+    """Places and prompts, each computed once, and for each pair the indices of its prompts."""
+    pooling = service.llm.front_end.pooling
+    places, prompts, of_pair, indices = list[str](), list[dict[str, Any]](), list[list[int]](), dict[Any, int]()
+    for i, (first, second) in enumerate(pairs):
+        place = f"{field}[{i}]"
+        if max_tokens is not None:
+            # Up to the end of the last token that is kept.
+            offsets = service.llm.tokenizer.backend.encode(second, add_special_tokens=False).offsets
+            second = second if len(offsets) <= max_tokens else second[: offsets[max_tokens - 1][1]]
+        of_pair.append([])
+        for prompt in map(_fields, pooling.pair_prompts(first, second, truncate)):
+            # A query whose vector is compared with many others is computed once.
+            key = tuple(prompt.items()) if "prompt_token_ids" not in prompt else place
+            index = indices.setdefault(key, len(prompts))
+            if index == len(prompts):
+                places.append(place)
+                prompts.append(prompt)
+            of_pair[-1].append(index)
+    return places, prompts, of_pair
+
+
+def _params(body: PooledFields, task: PoolingTask, dimensions: int | None = None) -> PoolingParams:
     return PoolingParams(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         dimensions=dimensions,
@@ -653,137 +600,43 @@ def pooling_params(body: PooledFields, task: PoolingTask, dimensions: int | None
     )
 
 
-def results(outputs: list[Pooled]) -> list[np.ndarray]:
-    return [output.outputs.data for output in outputs]
-
-
-# Metrics.
-
-
-class PoolingObserver:
-    """Counts one input; at the end of the block as aborted, if it has no result."""
-
-    def __init__(self, metrics: Metrics, task: str, adapter: str | None = None) -> None:
-        self._metrics, self._task = metrics, task
-        self._adapter = None if adapter is None else metrics.adapter_label(adapter)
-        self._ended = False
-        #: The fields of ``RequestObserver`` that a ``Tracer`` reads.
-        self.num_tokens = 0
-        self.finish_reasons: dict[int, str] = {}
-
-    def update(self, output: Pooled, reason: str) -> None:
-        metrics, times, tokens = self._metrics, output.metrics, len(output.prompt_token_ids)
-        metrics.prompt_tokens.inc(tokens)
-        metrics.pooled_tokens(self._task).inc(tokens)
-        if self._adapter is not None:
-            metrics.adapter_prompt_tokens(self._adapter).inc(tokens)
-        if times.time_in_queue is not None:
-            metrics.queue.observe(times.time_in_queue)
-        if reason in COMPLETE:
-            reason = "stop"  # whatever a core calls the end of a prompt after which nothing is generated
-            seconds = time.monotonic() - times.arrival_time
-            metrics.duration.observe(seconds)
-            metrics.pooled_duration(self._task).observe(seconds)
-        self._end(reason)
-
-    def _end(self, reason: str) -> None:
-        self._ended = True
-        self.finish_reasons[0] = reason
-        self._metrics.finished(reason).inc()
-        self._metrics.pooled_finished(self._task, reason).inc()
-        if self._adapter is not None:
-            self._metrics.adapter_finished(self._adapter).inc()
-
-    def __enter__(self) -> PoolingObserver:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._ended:
-            self._end("abort")
-
-
-# Inputs: checked, tokenized and cut before any of them is computed.
-
-#: Fewer characters are tokenized in well under a millisecond, and not in a thread.
-_SHORT = 2000
-
-
-@dataclass(slots=True)
-class PooledInput:
-    """A prompt, and its path in the request, such as ``input[3]``."""
-
-    place: str
-    prompt: Mapping[str, Any]
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Only after the prompt has been tokenized."""
-        ids: list[int] = self.prompt["prompt_token_ids"]
-        return ids
-
-
-@dataclass(slots=True)
-class Pairs:
-    """Prompts, each computed once, and for each pair of texts the indices of its prompts."""
-
-    inputs: list[PooledInput]
-    of_pair: list[list[int]]
-
-
-async def read_texts(
-    service: ServerState,
+def _make_call(
     request: Request,
-    body: PooledTexts,
-    prompt_name: str | None = None,
-    *,
-    named: bool = False,
-    field: str = "input",
-) -> list[PooledInput]:
-    """The inputs of a request, tokenized; ``field``: the route's name of ``input``, for errors.
+    body: PooledFields,
+    model: ServedModel,
+    params: PoolingParams,
+    places: list[str],
+    prompts: list[dict[str, Any]],
+    prefix: str,
+) -> EngineCall[Pooled]:
+    return EngineCall(
+        service=state_of(request),
+        request=request,
+        model=model,
+        response_id=new_response_id(prefix),
+        prompts=prompts,
+        params=params,
+        options=request_options(request, body, model.adapter),
+        places=places,
+    )
 
-    If ``named``, the model's prompt ``prompt_name`` is put before each input.
+
+async def _respond(
+    call: EngineCall[Pooled], read: Callable[[list[Pooled]], Sequence[Any]], write: Write, deadline: float
+) -> Response:
+    """The response; no input runs any more when this returns or raises.
+
+    ``read`` makes results of the outputs; ``deadline`` is on the loop's clock.
     """
-    value: Any = body.input
-    if (value is None) == (body.messages is None):
-        raise invalid("input", "give input or messages, one of them")
-    if body.messages is not None:
-        if body.add_generation_prompt is None:
-            body.add_generation_prompt = False
-        text = await write_conversation(service, request, body.messages, body)
-        single = PooledInput("messages", {"prompt": text})
-        return await _tokenized(service, [single], body.truncate_prompt_tokens, body.add_special_tokens is True)
-    several = isinstance(value, list) and not (value and isinstance(value[0], int))
-    entries = value if several else [value]
-    check_number(service, field, len(entries))
-    inputs = []
-    pooling = service.llm.front_end.pooling
-    for i, entry in enumerate(entries):
-        place = f"{field}[{i}]" if several else field
-        if not entry:
-            raise wrong(place, "it is empty; a vector or score of nothing means nothing")
-        prompt = pooling.embedding_prompt(entry, prompt_name) if named else entry
-        inputs.append(PooledInput(place, _fields(prompt)))
-    return await _tokenized(service, inputs, body.truncate_prompt_tokens, body.add_special_tokens is not False)
 
+    async def answer() -> bytes:
+        outputs = await call.finish()
+        if sum(output.outputs.data.size for output in outputs) < _SHORT_RESULTS:
+            return write(call, read(outputs))
+        return await asyncio.to_thread(lambda: write(call, read(outputs)))
 
-async def read_pairs(
-    service: ServerState,
-    pairs: Sequence[tuple[str, str]],
-    places: Sequence[str],
-    truncate: int | None,
-    max_tokens: int | None = None,
-) -> Pairs:
-    """The inputs that score pairs of texts, the second of which are cut to ``max_tokens`` first.
-
-    ``places``: paths of the pairs in the request.
-    """
-    sizes = [len(first) + len(second) for first, second in pairs]
-    if truncate is None and max_tokens is None:
-        for place, size in zip(places, sizes, strict=True):
-            _check_chars(service, place, size)
-    read = await _run_in_thread_if_long(sum(sizes), _make_pairs, service, pairs, places, truncate, max_tokens)
-    read.inputs = await _tokenized(service, read.inputs, truncate, special=True)
-    return read
+    body = await with_cancellation(call.request.receive, answer(), deadline)
+    return Response(body, media_type="application/json")
 
 
 def check_number(service: ServerState, field: str, count: int) -> None:
@@ -795,90 +648,64 @@ def check_number(service: ServerState, field: str, count: int) -> None:
         raise invalid(field, message, "too_many_inputs")
 
 
+def _check_text(place: str, text: str | list[int]) -> None:
+    if not text:
+        raise invalid_at(place, "it is empty; a vector or score of nothing means nothing")
+
+
+def _check_chars(service: ServerState, place: str, size: int) -> None:
+    if size > service.max_prompt_chars:
+        message = f"it has {size} characters; at most {service.max_prompt_chars} can be served, {_HOW_TO_CUT}"
+        raise invalid_at(place, message, "context_length_exceeded")
+
+
 def _fields(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, Mapping):
         return dict(prompt)
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
 
 
-def _make_pairs(
-    service: ServerState,
-    pairs: Sequence[tuple[str, str]],
-    places: Sequence[str],
-    truncate: int | None,
-    max_tokens: int | None,
-) -> Pairs:
-    pooling = service.llm.front_end.pooling
-    result, numbers = Pairs([], []), dict[Any, int]()
-    for (first, second), place in zip(pairs, places, strict=True):
-        if max_tokens is not None:
-            # Up to the end of the last token that is kept.
-            offsets = service.llm.tokenizer.backend.encode(second, add_special_tokens=False).offsets
-            second = second if len(offsets) <= max_tokens else second[: offsets[max_tokens - 1][1]]
-        numbers_of_pair = []
-        for prompt in pooling.pair_prompts(first, second, truncate):
-            fields = _fields(prompt)
-            # A query whose vector is compared with many others is computed once.
-            key = tuple(fields.items()) if "prompt_token_ids" not in fields else place
-            number = numbers.setdefault(key, len(result.inputs))
-            if number == len(result.inputs):
-                result.inputs.append(PooledInput(place, fields))
-            numbers_of_pair.append(number)
-        result.of_pair.append(numbers_of_pair)
-    return result
-
-
-async def _tokenized(
-    service: ServerState, inputs: list[PooledInput], truncate: int | None, special: bool
-) -> list[PooledInput]:
-    """The inputs with token ids, cut where the request asks for it."""
+async def _tokenize_all(
+    service: ServerState, places: list[str], prompts: list[dict[str, Any]], truncate: int | None, special: bool
+) -> None:
+    """Adds token ids to the prompts, cut where the request asks for it."""
     limit, vocab_size = service.llm.max_model_len, service.llm.model_config.vocab_size
     if truncate == 0:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1, not 0")
     most = limit if truncate == -1 else truncate
-    texts = [each for each in inputs if "prompt_token_ids" not in each.prompt]
-    sizes = [len(each.prompt["prompt"]) for each in texts]
+    texts = [(place, each) for place, each in zip(places, prompts, strict=True) if "prompt_token_ids" not in each]
     if most is None:
-        for each, size in zip(texts, sizes, strict=True):
-            _check_chars(service, each.place, size)
+        for place, each in texts:
+            _check_chars(service, place, len(each["prompt"]))
     if texts:
-        await _run_in_thread_if_long(sum(sizes), _tokenize, service, texts, most, special)
-    for each in inputs:
-        if most is not None and len(each.token_ids) > most:
-            each.prompt = {**each.prompt, "prompt_token_ids": each.token_ids[:most]}
-        ids = each.token_ids
+        size, missing = sum(len(each["prompt"]) for _, each in texts), [each for _, each in texts]
+        await _run_in_thread_if_long(size, _tokenize, service, missing, most, special)
+    for place, each in zip(places, prompts, strict=True):
+        if most is not None:
+            each["prompt_token_ids"] = each["prompt_token_ids"][:most]
+        ids: list[int] = each["prompt_token_ids"]
         if not ids:
-            raise wrong(each.place, "there is no token in it")
+            raise invalid_at(place, "there is no token in it")
         for token in (min(ids), max(ids)):
             if not 0 <= token < vocab_size:
-                raise wrong(each.place, f"token ids are integers from 0 to {vocab_size - 1}, not {token}")
+                raise invalid_at(place, f"token ids are integers from 0 to {vocab_size - 1}, not {token}")
         if len(ids) > limit:
             message = f"it has {len(ids)} tokens; the model takes at most {limit}, {_HOW_TO_CUT}"
-            raise wrong(each.place, message, "context_length_exceeded")
-    return inputs
+            raise invalid_at(place, message, "context_length_exceeded")
 
 
-def _tokenize(service: ServerState, inputs: list[PooledInput], most: int | None, special: bool) -> None:
+def _tokenize(service: ServerState, prompts: list[dict[str, Any]], most: int | None, special: bool) -> None:
     tokenizer = service.llm.tokenizer
-    texts = [each.prompt["prompt"] for each in inputs]
-    batch = tokenizer.encode_batch(texts, special)  # unlike ``encode``, it lets other threads run
-    for each, text, ids in zip(inputs, texts, batch, strict=True):
+    # Unlike ``encode``, it lets other threads run.
+    batch = tokenizer.encode_batch([each["prompt"] for each in prompts], special)
+    for each, ids in zip(prompts, batch, strict=True):
         if special and most is not None and len(ids) > most:
-            ids = tokenizer.encode_cut(text, most)  # with the special tokens at the end
-        each.prompt = {**each.prompt, "prompt_token_ids": ids}
+            ids = tokenizer.encode_cut(each["prompt"], most)  # with the special tokens at the end
+        each["prompt_token_ids"] = ids
 
 
 async def _run_in_thread_if_long(size: int, call: Callable[..., T], *args: Any) -> T:
     return call(*args) if size < _SHORT else await asyncio.to_thread(call, *args)
-
-
-def _check_chars(service: ServerState, place: str, size: int) -> None:
-    if size > service.max_prompt_chars:
-        message = f"it has {size} characters; at most {service.max_prompt_chars} can be served, {_HOW_TO_CUT}"
-        raise wrong(place, message, "context_length_exceeded")
-
-
-_HOW_TO_CUT = "and truncate_prompt_tokens=-1 cuts it there"
 
 
 # Numbers as JSON.
@@ -904,12 +731,3 @@ def numbers(data: np.ndarray, encoding_format: str | None, dtype: str | None = N
         words = data.view(f"u{size}").astype(f"{'>' if order == 'big' else '<'}u{size}", copy=False)
         return binascii.b2a_base64(words.tobytes(), newline=False).decode()
     return data.astype(np.float32, copy=False).tolist()
-
-
-def encode_list(entries: Iterable[Mapping[str, Any]], rest: Mapping[str, Any]) -> bytes:
-    """``{"object": "list", "data": entries, **rest}``.
-
-    Entries are made and encoded one by one, so that a thread that writes a large response gives others turns.
-    """
-    data = b",".join(map(encode_object, entries))
-    return b'{"object":"list","data":[' + data + b"]," + encode_object(rest)[1:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -14,17 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from starlette.requests import Request
 
 from octavo.config.server_options import ServerOptions
-from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.errors import CONTEXT_LENGTH, ConfigError, InvalidRequestError
 from octavo.core.request import TokensPrompt
 from octavo.engine.chat_messages import names_role, template_variables
 from octavo.engine.chat_template import choose_template, render_and_read, render_in_sandbox, variables_in_sandbox
+from octavo.engine.image_prompts import split_images
 from octavo.engine.input_processor import EncoderPrompts
 from octavo.engine.tokenizer import no_fill_in_middle
-from octavo.server.answer_format import read_tools
-from octavo.server.http.errors import ApiError, invalid, unsupported
+from octavo.server.chat_call import ChatCall, Conversation, Message, conversation_fields, read_tools
+from octavo.server.http.errors import invalid_at, unsupported
 from octavo.server.http.middleware import client_of
 from octavo.server.http.streaming import with_cancellation
-from octavo.server.openai.protocol import EncoderDecoderParts, ImagePart, TextPart
+from octavo.server.openai.protocol import EncoderDecoderParts
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from octavo.images.image_sources import ImageFetcher
     from octavo.images.processors import ProcessedImage
     from octavo.server.openai.protocol import (
-        ChatCompletionRequest,
         ChatMessage,
         CompletionRequest,
-        Prediction,
         TemplateOptions,
     )
     from octavo.server.state import ServerState
@@ -64,16 +62,15 @@ async def read_prompts(service: ServerState, body: CompletionRequest) -> list[To
     if isinstance(prompts, str | EncoderDecoderParts) or (prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
     if not prompts:
-        raise invalid("prompt", "prompt must not be an empty list")
+        raise invalid_at("prompt", "must not be an empty list")
     limit = service.options.max_sequences_per_request
     if len(prompts) > limit:
-        message = f"prompt holds {len(prompts)} prompts; at most {limit} can be served at once"
-        raise ApiError(400, message, param="prompt")
+        raise invalid_at("prompt", f"holds {len(prompts)} prompts; at most {limit} can be served at once")
     special = body.add_special_tokens is not False
     if (reader := service.llm.inputs.encoder_prompts) is not None:
         return await _read_encoder_prompts(service, reader, body, prompts)
     if any(isinstance(prompt, EncoderDecoderParts) for prompt in prompts):
-        raise unsupported("prompt", "prompts with encoder_prompt are not supported: the model has a decoder alone")
+        raise unsupported("prompt", "encoder_prompt is not supported: the model has a decoder alone")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if body.suffix:
         return await _read_fill_in_middle(service, body, texts)
@@ -88,7 +85,7 @@ async def _read_encoder_prompts(
 ) -> list[TokensPrompt]:
     for name in ("suffix", "truncate_prompt_tokens"):
         if getattr(body, name):
-            raise unsupported(name, f"{name} is not supported with encoder-decoder models")
+            raise unsupported(name, "is not supported with encoder-decoder models")
     parts = [(p.encoder_prompt, p.decoder_prompt) if isinstance(p, EncoderDecoderParts) else (p, None) for p in prompts]
     texts = [encoder for encoder, _ in parts if isinstance(encoder, str)]
     tokenizer = service.llm.tokenizer.source
@@ -105,11 +102,11 @@ async def _read_encoder_prompts(
 async def _read_fill_in_middle(service: ServerState, body: CompletionRequest, texts: list[str]) -> list[TokensPrompt]:
     for name in ("echo", "use_beam_search", "truncate_prompt_tokens"):
         if getattr(body, name):
-            raise unsupported(name, f"{name} is not supported with suffix")
+            raise unsupported(name, "is not supported with suffix")
     if service.llm.tokenizer.fill_in_middle is None:
-        raise unsupported("suffix", str(no_fill_in_middle()))
+        raise no_fill_in_middle()
     if not texts:
-        raise unsupported("suffix", "suffix is not supported with a prompt of token ids: give it as text")
+        raise unsupported("suffix", "is not supported with a prompt of token ids: give it as text")
     suffix, special = body.suffix or "", body.add_special_tokens is not False
     if not body.ignore_eos:
         body.stop_token_ids = [*(body.stop_token_ids or []), *service.llm.tokenizer.fill_in_middle.ends]
@@ -122,15 +119,6 @@ async def _read_fill_in_middle(service: ServerState, body: CompletionRequest, te
 
     is_short = sum(map(len, texts)) + len(texts) * len(suffix) < _SHORT
     return encode_all() if is_short else await asyncio.to_thread(encode_all)
-
-
-async def read_prediction(service: ServerState, prediction: Prediction | None) -> list[int] | None:
-    if prediction is None:
-        return None
-    content = prediction.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
-    [token_ids] = await encode(service, [text], add_special_tokens=False, param="prediction")
-    return token_ids
 
 
 async def encode(
@@ -151,9 +139,8 @@ async def encode(
 
 def _check_length(service: ServerState, length: int, param: str = "prompt") -> None:
     if length > service.max_prompt_chars:
-        has = "have" if param == "messages" else "has"
-        message = f"the {param} {has} {length} characters; at most {service.max_prompt_chars} can be served"
-        raise invalid(param, message, "context_length_exceeded")
+        problem = f"has {length} characters; at most {service.max_prompt_chars} can be served"
+        raise invalid_at(param, problem, CONTEXT_LENGTH)
 
 
 def truncate_prompt(prompt: TokensPrompt, limit: int, side: str) -> TokensPrompt:
@@ -198,25 +185,18 @@ class RequestTemplate:
 
 
 async def choose_request_template(
-    service: ServerState, request: Request, body: TemplateOptions, *, has_tools: bool
+    service: ServerState, request: Request, conversation: Conversation
 ) -> RequestTemplate:
-    templates = service.llm.tokenizer.chat_templates
-    text = choose_template(templates, body.chat_template, has_tools=has_tools)
-    if body.chat_template is None or body.chat_template in templates:
+    templates, chosen = service.llm.tokenizer.chat_templates, conversation.template
+    text = choose_template(templates, chosen, has_tools=conversation.tools.shown is not None)
+    if chosen is None or chosen in templates:
         return RequestTemplate(request, service, text, template_variables(text), is_from_client=False)
     if not service.options.trust_request_chat_template:
-        message = "chat_template must name a template of the model: the server has no --trust-request-chat-template"
-        raise unsupported("chat_template", message)
+        problem = "must name a template of the model: the server has no --trust-request-chat-template"
+        raise unsupported("chat_template", problem)
     sandbox, client = service.llm.inputs.sandbox, client_of(request)
     variables = await queued(service, request, lambda: variables_in_sandbox(sandbox, client, text))
     return RequestTemplate(request, service, text, variables, is_from_client=True)
-
-
-def thinking_variables(service: ServerState, *, enabled: bool, has_tools: bool) -> dict[str, bool]:
-    """The template variables that turn reasoning on or off; none if the model's template reads none."""
-    template = choose_template(service.llm.tokenizer.chat_templates, None, has_tools=has_tools)
-    variables = template_variables(template)
-    return {name: enabled for name in THINKING_VARIABLES if name in variables}
 
 
 async def queued(service: ServerState, request: Request, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -234,83 +214,76 @@ async def queued(service: ServerState, request: Request, work: Callable[[], Coro
 async def write_conversation(
     service: ServerState, request: Request, messages: Sequence[ChatMessage], body: TemplateOptions
 ) -> str:
-    tools = read_tools(body.tools, leave_out=service.leave_out_tool).shown
-    template = await choose_request_template(service, request, body, has_tools=tools is not None)
-    return await render_chat(service, template, messages, body, tools)
+    tools = read_tools(body.tools, leave_out=service.leave_out_tool)
+    conversation = Conversation(**conversation_fields(body, messages, tools))
+    return await render_chat(service, await choose_request_template(service, request, conversation), conversation)
 
 
 async def render_chat(
-    service: ServerState,
-    template: RequestTemplate,
-    messages: Sequence[ChatMessage],
-    body: TemplateOptions,
-    tools: list[dict[str, Any]] | None = None,
-    **variables: Any,
+    service: ServerState, template: RequestTemplate, conversation: Conversation, **variables: Any
 ) -> str:
-    """Renders a conversation (``apply_chat_template`` of transformers); ``tools`` replace those of the body."""
-    options = {**_template_options(service, template, body, tools), **variables}
-    if not messages:
-        raise InvalidRequestError("messages must not be empty")
-    plain = [_message_for_template(message, template.text) for message in messages]
+    """Renders a conversation (``apply_chat_template`` of transformers); ``variables``: further ones."""
+    messages, tools = conversation.messages, conversation.tools.shown
+    options = {**_template_options(service, template, conversation), **variables}
+    plain = [_for_template(message, template.text) for message in split_images(messages)[0]]
     length = sum(len(str(message.get("content"))) + len(str(message.get("tool_calls", ""))) for message in plain)
     length += 0 if tools is None else len(str(tools))
     _check_length(service, length, "messages")
-    # Fields that are no part of the API are for the template: it must read each that has a value.
-    extra_fields = [
-        (i, name)
-        for i, message in enumerate(messages)
-        for name, value in (message.model_extra or {}).items()
-        if value not in (None, "", [], {}, False)
-    ]
     is_short = length + 100 * len(plain) < _SHORT
-    text, read = await template.render(plain, extra_fields, options, is_short=is_short)
-    for (index, name), is_read in zip(extra_fields, read, strict=True):
+    text, read = await template.render(plain, conversation.extra_fields, options, is_short=is_short)
+    # Fields that are no part of the API are for the template: it must read each that has a value.
+    for (index, name), is_read in zip(conversation.extra_fields, read, strict=True):
         if is_read:
             continue
         if service.options.unknown_fields == "ignore":
             service.note_unknown(name)
             continue
-        field = f"messages[{index}].{name[:100]}"
-        message = f"{field}: the field is unknown here and the model's chat template does not read it"
-        raise invalid("messages", message, "unknown_parameter")
+        problem = "the field is unknown here and the model's chat template does not read it"
+        raise invalid_at(f"messages[{index}].{name[:100]}", problem, "unknown_parameter")
     return text
 
 
-def _template_options(
-    service: ServerState, template: RequestTemplate, body: TemplateOptions, tools: list[dict[str, Any]] | None
-) -> dict[str, Any]:
-    continues = body.continue_final_message is True
-    opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    if continues and opens:
-        raise invalid("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
-    variables = dict(body.chat_template_kwargs or {})
+def _for_template(message: Message, template: str) -> Message:
+    """A message whose role the template knows, and whose reasoning has both of its names."""
+    plain = dict(message)
+    thought = message.get("reasoning_content") or message.get("reasoning") or ""
+    if message["role"] == "assistant" and isinstance(thought, str):  # templates read it by either name
+        plain["reasoning_content"] = plain["reasoning"] = thought
+    if message["role"] == "developer" and not names_role(template, "developer"):
+        plain["role"] = "system"  # of which it is OpenAI's newer name
+    return plain
+
+
+def _template_options(service: ServerState, template: RequestTemplate, conversation: Conversation) -> dict[str, Any]:
+    thinks, effort = conversation.thinks, conversation.reasoning_effort
+    opens = not conversation.continues if conversation.opens is None else conversation.opens
+    variables = dict(conversation.variables)
     for name in _RESERVED_VARIABLES:
         if name in variables:
-            message = f"chat_template_kwargs must not hold {name}, which is a field of the request"
-            raise invalid("chat_template_kwargs", message)
-    if body.documents is not None:
-        variables["documents"] = body.documents
+            raise invalid_at("chat_template_kwargs", f"must not hold {name}, which is a field of the request")
+    if conversation.documents is not None:
+        variables["documents"] = conversation.documents
     if variables:
         _check_variables(service, template.variables, variables)
-    if body.thinks is not None:
+    switches = [name for name in THINKING_VARIABLES if name in template.variables]
+    if thinks is not None:
         for name in THINKING_VARIABLES:
-            if isinstance(variables.get(name), bool) and variables[name] != body.thinks:
-                message = f"chat_template_kwargs.{name} contradicts enable_thinking, thinking or reasoning"
-                raise invalid("chat_template_kwargs", message)
-        variables |= {name: body.thinks for name in THINKING_VARIABLES if name in template.variables}
-    if body.reasoning_effort is not None:
+            if isinstance(variables.get(name), bool) and variables[name] != thinks:
+                raise invalid_at(
+                    f"chat_template_kwargs.{name}", "enable_thinking, thinking or reasoning contradicts it"
+                )
+        variables |= dict.fromkeys(switches, thinks)
+    if effort is not None:
         # Templates without levels can turn reasoning on and off, or ignore the effort.
-        if body.reasoning_effort != "none" and "reasoning_effort" in template.variables:
-            effort: dict[str, Any] = {"reasoning_effort": body.reasoning_effort}
-        else:
-            switches = [name for name in THINKING_VARIABLES if name in template.variables]
-            effort = dict.fromkeys(switches, body.reasoning_effort != "none")
-        variables = {**effort, **variables}
+        has_levels = effort != "none" and "reasoning_effort" in template.variables
+        levels = {"reasoning_effort": effort} if has_levels else dict.fromkeys(switches, effort != "none")
+        variables = {**levels, **variables}
     return {
         "add_generation_prompt": opens,
-        "continue_final_message": continues,
-        "tools": tools,
+        "continue_final_message": conversation.continues,
+        "tools": conversation.tools.shown,
         "call_format": service.formats.call_format(template.text, template.variables),
+        "image_placeholder": service.images.placeholder,
         **variables,
     }
 
@@ -324,58 +297,23 @@ def _check_variables(service: ServerState, template_variables: Set[str], variabl
             service.note_unknown(name)
             continue
         if name == "documents":
-            raise unsupported(name, "documents is not supported: the model's chat template has no place for them")
-        message = f"chat_template_kwargs: the chat template has no variable {name!r:.100}"
-        raise invalid("chat_template_kwargs", message, "unknown_parameter")
+            raise unsupported("documents", "is not supported: the model's chat template has no place for them")
+        problem = f"the chat template has no variable {name!r:.100}"
+        raise invalid_at("chat_template_kwargs", problem, "unknown_parameter")
 
 
-def _message_for_template(message: ChatMessage, template: str) -> dict[str, Any]:
-    """A message as a dict with the fields that were sent, null included."""
-    # Not model_dump, which fails on deeply nested values.
-    sent = message.model_fields_set
-    fields = {**message.__dict__, **(message.model_extra or {})}
-    plain = {name: value for name, value in fields.items() if name in sent}
-    if isinstance(message.content, list):
-        plain["content"] = [
-            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
-            for part in message.content
-        ]
-    thought = message.reasoning_content or message.reasoning
-    if not thought:  # parts without a text are encrypted, or summaries of others
-        details = message.reasoning_details if isinstance(message.reasoning_details, list) else []
-        texts = [part.get("text") for part in details if isinstance(part, dict)]
-        thought = "".join(text for text in texts if isinstance(text, str))
-    if isinstance(thought, str) and message.role == "assistant":  # templates read it by either name
-        plain["reasoning_content"] = plain["reasoning"] = thought
-    if message.tool_calls:
-        plain["tool_calls"] = [_function_call(call) for call in message.tool_calls]
-    if message.role == "developer" and not names_role(template, "developer"):
-        plain["role"] = "system"  # of which it is OpenAI's newer name
-    return plain
-
-
-def _function_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A custom tool call as a call of the function that stands for the tool; others as they are."""
-    custom = call.get("custom")
-    if call.get("type") != "custom" or not isinstance(custom, dict):
-        return call
-    arguments = json.dumps({"input": custom.get("input", "")}, ensure_ascii=False)
-    rest = {name: value for name, value in call.items() if name != "custom"}
-    return {**rest, "type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
-
-
-async def chat_tokens(service: ServerState, request: Request, body: ChatCompletionRequest, text: str) -> TokensPrompt:
+async def chat_tokens(service: ServerState, request: Request, call: ChatCall, text: str) -> TokensPrompt:
     """The prompt of a conversation that was rendered as ``text``, with its images."""
     # The chat template adds the special tokens itself.
-    [token_ids] = await encode(service, [text], add_special_tokens=body.add_special_tokens is True)
-    prompts, parts = service.llm.inputs.image_prompts, service.images.check(body.messages)
+    [token_ids] = await encode(service, [text], add_special_tokens=call.add_special_tokens, param="messages")
+    prompts, urls = service.llm.inputs.image_prompts, service.images.urls(call.messages)
     if prompts is None:
         return TokensPrompt(prompt=text, prompt_token_ids=token_ids)
-    if parts and body.truncate_prompt_tokens is not None:
-        raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens is not supported with images")
+    if urls and call.fields.truncate_prompt_tokens is not None:
+        raise unsupported("truncate_prompt_tokens", "is not supported with images")
     images = []
-    if parts:
-        images = await queued(service, request, lambda: service.images.read(parts, client_of(request)))
+    if urls:
+        images = await queued(service, request, lambda: service.images.read(urls, client_of(request)))
     # Without images too: the text may contain a placeholder.
     token_ids, features = await asyncio.to_thread(prompts.expand, token_ids, images)
     return TokensPrompt(prompt=text, prompt_token_ids=token_ids, multi_modal_data={"image": features})
@@ -400,39 +338,45 @@ class ImageInputs:
     def are_seen(self) -> bool:
         return self._llm.inputs.image_prompts is not None
 
-    def check(self, messages: Sequence[ChatMessage]) -> list[ImagePart]:
-        """The images of a conversation; raises if there are too many."""
-        contents = [message.content for message in messages if isinstance(message.content, list)]
-        parts = [part for content in contents for part in content if isinstance(part, ImagePart)]
-        most = (self._llm.config.limit_mm_per_prompt or {}).get("image")
-        if most is not None and len(parts) > most:
-            text = f"the conversation has {len(parts)} images; at most {most} are taken (limit_mm_per_prompt)"
-            raise invalid("messages", text)
-        return parts
+    def urls(self, messages: Sequence[Message]) -> dict[str, str]:
+        """The URLs of a conversation's images by their paths; raises if there are too many, or the model sees none."""
+        urls = {f"{path}.image_url": part["image_url"]["url"] for path, part in split_images(messages)[1].items()}
+        prompts = self._llm.inputs.image_prompts
+        if urls and prompts is None:
+            raise unsupported(next(iter(urls)), "is not supported: the model reads text, not images")
+        if prompts is not None:
+            prompts.check_number(len(urls))
+        return urls
 
-    async def read(self, parts: Sequence[ImagePart], client: str) -> list[ProcessedImage]:
-        """Fetches or decodes images and runs the model's image processor on them. A URL that repeats is read once."""
-        tasks: dict[str, asyncio.Task[ProcessedImage]] = {}
-        for number, part in enumerate(parts, start=1):
-            name = "the image" if len(parts) == 1 else f"image {number}"
-            if part.url not in tasks:
-                tasks[part.url] = asyncio.create_task(self._read(part.url, name, client))
+    async def read(self, urls: Mapping[str, str], client: str) -> list[ProcessedImage]:
+        """Fetches or decodes images, by path, and runs the model's image processor on them.
+
+        A URL that repeats is read once.
+        """
+        paths = {url: path for path, url in reversed(list(urls.items()))}
+        tasks = {url: asyncio.create_task(self._read(url, paths[url], client)) for url in dict.fromkeys(urls.values())}
         try:
             await asyncio.gather(*tasks.values())
-            return [tasks[part.url].result() for part in parts]
-        except InvalidRequestError as e:
-            raise invalid("messages", str(e), "invalid_image") from None
+            return [tasks[url].result() for url in urls.values()]
         except ConfigError as e:  # its message names folders of this machine
             logger.error("%s", e)
             message = "this server reads no images: the extra octavo[images] is not installed"
             # Not 501: clients retry statuses from 500 on.
-            raise invalid("messages", message, "images_not_installed") from None
+            raise invalid_at("messages", message, "images_not_installed") from None
         finally:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def _read(self, url: str, name: str, client: str) -> ProcessedImage:
+    async def _read(self, url: str, path: str, client: str) -> ProcessedImage:
+        try:
+            return await self._read_at(url, path, client)
+        except InvalidRequestError as e:
+            error = e.at(e.path or path)
+            error.kind = "invalid_image"
+            raise error from None
+
+    async def _read_at(self, url: str, name: str, client: str) -> ProcessedImage:
         from octavo.images.image_sources import read_data_url
 
         if url[:5].lower() == "data:":

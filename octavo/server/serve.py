@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import importlib.util
 import logging
 import os
 import resource
@@ -15,7 +14,7 @@ import ssl
 import stat
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from octavo.config.engine_config import EngineConfig
 from octavo.config.server_options import API_KEYS_VARIABLE, ServerOptions, names
@@ -23,13 +22,13 @@ from octavo.core.errors import ConfigError
 from octavo.core.garbage import IDLE_INTERVAL, IdleCollector, return_freed_memory, settle_collector
 from octavo.process.start_process import SECRET_VARIABLES
 from octavo.process.startup import phase, profile, table
-from octavo.server.http.connection import answers_while_loading
 
 if TYPE_CHECKING:
-    import uvicorn
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
+    from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.core_start import CoreProcess
+    from octavo.server.http.connection import Server
     from octavo.server.logging import LineWriter, Tracer
     from octavo.server.metrics import Metrics
     from octavo.server.state import ServerState
@@ -44,8 +43,6 @@ EXIT_INTERRUPTED = 130
 
 #: Seconds for which a server answers, with errors, after its engine's death.
 DEATH_GRACE = 2.0
-#: Seconds for sending the last bytes of responses.
-FLUSH = 5.0
 #: Seconds until a busy thread gives the event loop a turn; Python's default of 5 ms adds up to a pause.
 SWITCH_INTERVAL = 0.001
 #: Connections waiting to be accepted.
@@ -167,43 +164,36 @@ async def _serve(
     *,
     profiles: bool,
 ) -> int:
-    from octavo.engine.async_llm import AsyncLLM
+    with phase("imports of the connections"):
+        from octavo.server.http.connection import Server, StartingApp
 
     names = options.model_names(config.model)
-    async with answers_while_loading(sock, options):
-        started = asyncio.ensure_future(AsyncLLM.start(config, process))
-        try:
-            app, metrics = await asyncio.to_thread(_make_routes, options, names, keys, writer)
-            llm = await started
-        except BaseException:
-            started.cancel()
-            raise
-        try:
-            with phase("service"):
-                from octavo.engine.front_end import StatusLine
-                from octavo.server.app import make_deferred
-                from octavo.server.state import make_service
-
-                service = make_service(llm, options, metrics, names, tracer)
-                await service.load_modules()
-                for replica, stats in enumerate(await llm.replica_stats()):
-                    metrics.on_state(stats, replica)
-                llm.stat_loggers.append(metrics)
-                if llm.config.log_stats_interval is None:
-                    llm.stat_loggers.append(StatusLine())
-                app.state.service = service
-                if "generate" not in service.tasks:
-                    make_deferred(app)
-                settle_collector()
-                lifecycle = _ServerLifecycle(service, _make_server(app, options, names))
-        except BaseException:
-            await llm.shutdown(0)
-            raise
-    if profiles:
-        for line in table([profile("server"), *llm.startup_profiles]):
-            logger.info("%s", line)
+    app = StartingApp()
+    server = Server(app, options)
+    # If the start fails, asyncio.run cancels both tasks.
+    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    with phase("imports of the engine"):
+        engine = await asyncio.to_thread(importlib.import_module, "octavo.engine.async_llm")
+    starting = asyncio.ensure_future(engine.AsyncLLM.start(config, process))
+    routes, metrics = await asyncio.to_thread(_make_routes, options, names, keys, writer)
+    llm = await starting
     try:
-        return await lifecycle.run(sock)
+        with phase("service"):
+            service = routes.state.service = await _make_service(llm, options, metrics, names, tracer)
+            if "generate" not in service.tasks:
+                from octavo.server.app import load_routes
+
+                load_routes(routes, service.tasks)
+            settle_collector()
+        lifecycle = _ServerLifecycle(service, server)
+        app.open(routes)
+        host, port = sock.getsockname()[:2]
+        scheme, host = "https" if options.tls_cert else "http", f"[{host}]" if ":" in host else host
+        logger.info("serving %s on %s://%s:%s", ", ".join(names), scheme, host, port)
+        if profiles:
+            for line in table([profile("server"), *llm.startup_profiles]):
+                logger.info("%s", line)
+        return await lifecycle.run(serving)
     finally:
         await llm.shutdown(0)
         if tracer is not None:
@@ -212,107 +202,54 @@ async def _serve(
 
 def _make_routes(
     options: ServerOptions, names: list[str], keys: list[str], writer: LineWriter
-) -> tuple[FastAPI, Metrics]:
-    """Imports the HTTP server and makes the application, while the engine loads."""
-    with phase("imports of the HTTP server"):
-        from pydantic import BaseModel
-
-        # FastAPI's models of the OpenAPI description take half of its time; models inherit this setting.
-        BaseModel.model_config["defer_build"] = True
-        try:
-            importlib.import_module("fastapi")
-        finally:
-            del BaseModel.model_config["defer_build"]
-        for name in ("octavo.server.app", "uvicorn.lifespan.off", "octavo.server.http.connection"):
-            importlib.import_module(name)
-    from octavo.server.app import make_routes
-    from octavo.server.metrics import Metrics
-    from octavo.server.openai.protocol import ChatCompletionRequest
-
+) -> tuple[Starlette, Metrics]:
+    """Imports the routes that are most likely asked first and makes the application, while the engine loads."""
+    with phase("imports of the routes"):
+        from octavo.server.app import make_routes
+        from octavo.server.metrics import Metrics
+        from octavo.server.openai.completions import ChatCompletionRequest
     with phase("routes"):
         metrics = Metrics(names[0], lambda: writer.dropped)
         app = make_routes(options, metrics, keys)
-        ChatCompletionRequest.model_rebuild()  # the first request is most likely one
+        ChatCompletionRequest.model_rebuild()
         return app, metrics
 
 
-def _make_server(app: Any, options: ServerOptions, names: list[str]) -> uvicorn.Server:
-    import uvicorn
+async def _make_service(
+    llm: AsyncLLM, options: ServerOptions, metrics: Metrics, names: list[str], tracer: Tracer | None
+) -> ServerState:
+    from octavo.engine.front_end import StatusLine
+    from octavo.server.state import make_service
 
-    from octavo.server.app import HttpProtocol
-    from octavo.server.http.connection import Acceptor, connection_limits
-
-    class Server(uvicorn.Server):
-        """uvicorn's server with an ``Acceptor``, and without its signal handlers, which exit by the signal."""
-
-        acceptor: Acceptor | None = None
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup([])
-            [sock] = sockets or []
-            limit, limit_by_address = connection_limits(options)
-            self.acceptor = Acceptor(
-                sock,
-                lambda: HttpProtocol(
-                    self.config, self.server_state, self.lifespan.state, header_timeout=options.header_timeout
-                ),
-                limit=limit,
-                limit_by_address=limit_by_address,
-                tls=self.config.ssl,
-                handshake_timeout=options.header_timeout,
-            )
-            self.acceptor.start()
-            host, port = sock.getsockname()[:2]
-            scheme, host = "https" if options.tls_cert else "http", f"[{host}]" if ":" in host else host
-            logger.info("serving %s on %s://%s:%s", ", ".join(names), scheme, host, port)
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            if self.acceptor is not None:
-                self.acceptor.close()
-            await super().shutdown(sockets)
-
-    return Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            http=HttpProtocol,
-            timeout_keep_alive=options.keep_alive_timeout,
-            timeout_graceful_shutdown=int(options.shutdown_timeout + FLUSH) + 1,
-            ssl_certfile=options.tls_cert,
-            ssl_keyfile=options.tls_key,
-        )
-    )
+    service = make_service(llm, options, metrics, names, tracer)
+    await service.load_modules()
+    for replica, stats in enumerate(await llm.replica_stats()):
+        metrics.on_state(stats, replica)
+    llm.stat_loggers.append(metrics)
+    if llm.config.log_stats_interval is None:
+        llm.stat_loggers.append(StatusLine())
+    return service
 
 
 class _ServerLifecycle:
     """Serves until a signal (graceful shutdown, at once on a second Ctrl-C) or the death of the engine."""
 
-    def __init__(self, service: ServerState, server: uvicorn.Server) -> None:
+    def __init__(self, service: ServerState, server: Server) -> None:
         self._service = service
         self._server = server
         self._stop = asyncio.Event()
         self._shutdown: asyncio.Future[None] | None = None
         self._code = 0
-
-    async def run(self, sock: socket.socket) -> int:
-        """Serves on the socket; returns the exit code."""
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+
+    async def run(self, serving: asyncio.Future[None]) -> int:
+        """Waits for the end of the server that is ``serving``; returns the exit code."""
         shutdown = self._shutdown = asyncio.ensure_future(self._shut_down_on_signal())
         others = (self._stop_after_engine_death(), self._collect_when_idle())
         watchers = [shutdown, *map(asyncio.ensure_future, others)]
         try:
-            await self._server.serve(sockets=[sock])
+            await serving
             if self._stop.is_set() and not self._server.force_exit:
                 await asyncio.wait({shutdown})  # background responses have no connection that uvicorn waits for
         finally:

@@ -17,13 +17,13 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 
 from octavo.config.server_options import CHARS_PER_TOKEN, ServerOptions
-from octavo.core.errors import AdapterConflictError, AdapterError, ConfigError, InvalidRequestError
+from octavo.core.errors import AdapterConflictError, AdapterError, ConfigError
 from octavo.core.outputs import CompletionOutput, Pooled, RequestOutput
 from octavo.core.request import LoRARequest
 from octavo.engine.adapters import Adapter, AdapterResolver, find_by_name, listed, make_resolver
 from octavo.engine.async_llm import AsyncLLM, QueuedTokens
 from octavo.server.answer_format import ChatFormats
-from octavo.server.http.errors import ApiError, invalid, server_error, unsupported
+from octavo.server.http.errors import ApiError, server_error, unsupported
 from octavo.server.logging import Tracer
 from octavo.server.metrics import Metrics
 from octavo.server.page import EngineEvents
@@ -103,12 +103,7 @@ class ServerState:
             raise AdapterConflictError((completion.error or "").replace(path, self.shown_path(path)))
 
     def require(self, task: str) -> None:
-        try:
-            self.llm.front_end.pooling.require(task)
-        except InvalidRequestError as e:
-            # The path of the model is not for clients.
-            message = str(e).replace(repr(self.llm.config.model), repr(self.model_names[0]))
-            raise invalid("model", message, "unsupported_task") from None
+        self.llm.front_end.pooling.require(task)
 
     async def model(self, name: str | None) -> ServedModel:
         """The model that a request names (else 404); the resolver loads an adapter that is not loaded yet."""
@@ -170,8 +165,8 @@ class ServerState:
     def leave_out_tool(self, where: str, kind: str) -> None:
         """Logs once, or refuses (``unsupported_tools``), a kind of tools that only another service could run."""
         if self.options.unsupported_tools == "refuse":
-            message = f"{where} is not supported: its type is {kind[:100]!r}; only tools of the client can be used"
-            raise unsupported("tools", message)
+            problem = f"is not supported: its type is {kind[:100]!r}; only tools of the client can be used"
+            raise unsupported(where, problem)
         self._log_once(f"requests offer tools that this server cannot run, which are left out: type {kind[:100]!r}")
 
     def note_unknown(self, name: str) -> None:
@@ -184,6 +179,10 @@ class ServerState:
             logger.warning("%s", message)
 
 
+#: The default of the engine's ``max_logprobs`` in a server: the limit of OpenAI's API.
+DEFAULT_MAX_LOGPROBS = 20
+
+
 def make_service(
     llm: AsyncLLM, options: ServerOptions, metrics: Metrics, model_names: list[str], tracer: Tracer | None = None
 ) -> ServerState:
@@ -194,6 +193,8 @@ def make_service(
     metrics.adapter_states = llm.adapter_requests
     metrics.replica_states, metrics.num_resumed = llm.replica_states, lambda: llm.num_resumed
     metrics.grammars = llm.inputs.grammars.stats
+    if llm.config.max_logprobs is None:
+        llm.inputs.max_logprobs = DEFAULT_MAX_LOGPROBS
     _check_extras(llm)
     resolver = make_resolver(options.lora_resolver, options.lora_folder)
     formats = ChatFormats(options.tool_call_parser, options.reasoning_parser)
@@ -218,11 +219,6 @@ def _check_extras(llm: AsyncLLM) -> None:
             check()
         except ConfigError as e:
             logger.warning("requests with %s will be refused: %s", inputs, e)
-
-
-def engine_request_id(response_id: str, index: int, count: int) -> str:
-    """Id of a prompt in the engine and the log: the response's, with the index if it has several prompts."""
-    return response_id if count == 1 else f"{response_id}-{index}"
 
 
 def state_of(request: Request) -> ServerState:

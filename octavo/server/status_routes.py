@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from fastapi import Query
 from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -17,8 +16,7 @@ from octavo import __version__
 from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, OctavoError
 from octavo.engine.adapters import allowed_path
 from octavo.engine.tokenizer import TextStream, Tokenizer
-from octavo.server.anthropic import AnthropicModel, AnthropicModelList
-from octavo.server.fields import Int, Name, RequestModel, ResponseModel, hint
+from octavo.server.fields import Int, Name, RequestModel, ResponseModel
 from octavo.server.http.bodies import run_in_thread_if_large
 from octavo.server.http.errors import ApiError, invalid, server_error
 from octavo.server.http.streaming import with_cancellation
@@ -40,7 +38,6 @@ class TokenizeRequest(TemplateOptions):
     add_special_tokens: bool | None = Field(None, description="Add special tokens to a text (default true).")
     content: str | None = Field(None, description="A text, as in llama.cpp; the response has its tokens only.")
     add_special: bool | None = Field(None, description="With content: add special tokens (default false).")
-    parse_special: Any = hint("special tokens in a text are always read as such")
     with_pieces: bool | None = Field(None, description="With content: each token with its text.")
     return_token_strs: bool | None = Field(None, description="Send the tokens as the vocabulary writes them, too.")
 
@@ -78,6 +75,22 @@ class Model(ResponseModel):
 class ModelList(ResponseModel):
     object: Literal["list"]
     data: list[Model]
+
+
+class AnthropicModel(ResponseModel):
+    """A served model, as Anthropic's API describes one."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+
+
+class AnthropicModelList(ResponseModel):
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class TokenPiece(ResponseModel):
@@ -164,17 +177,6 @@ class Health(ResponseModel):
     status: Literal["ok"]
 
 
-class ErrorDetail(ResponseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(ResponseModel):
-    error: ErrorDetail
-
-
 # Models, health, metrics and the cache.
 
 
@@ -210,7 +212,7 @@ def _in_anthropic_format(model: Model) -> AnthropicModel:
     return AnthropicModel(type="model", id=model.id, display_name=model.id, created_at=created)
 
 
-async def health(request: Request) -> Response:
+async def health(request: Request) -> Health:
     """Status 200 while requests are computed; 503 while an engine is started again, after its end, or at shutdown."""
     service = state_of(request)
     service.check_running()
@@ -218,7 +220,7 @@ async def health(request: Request) -> Response:
         message = "no engine computes requests at this moment; those that are sent now wait for one"
         headers = {"Retry-After": str(service.llm.retry_after)}
         raise server_error(503, message, "engine_starting", headers=headers)
-    return Response(b'{"status":"ok"}', media_type="application/json")
+    return Health(status="ok")
 
 
 async def version(request: Request) -> Version:
@@ -278,7 +280,7 @@ async def sleep(request: Request, level: int = 1) -> Sleeping:
     return Sleeping(is_sleeping=service.llm.is_sleeping)
 
 
-async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Sleeping:
+async def wake_up(request: Request, tags: list[str] | None = None) -> Sleeping:
     """Restores weights and KV cache, or one of them (``tags``); the engine sleeps until both are restored."""
     service = operator_state(request)
     try:
@@ -374,7 +376,7 @@ async def unload_adapter(request: Request, body: UnloadAdapterRequest) -> Adapte
 _SHORT = 1000
 
 
-async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+async def tokenize(request: Request, body: TokenizeRequest) -> Tokenized | TokenizedContent:
     """Token ids of a text, or of a conversation as the model's template writes it."""
     service = state_of(request)
     await service.model(body.model)
@@ -385,7 +387,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         content = TokenizedContent(tokens=ids)
         if body.with_pieces:
             content.tokens = [TokenPiece(id=token, piece=_piece(service.llm.tokenizer, token)) for token in ids]
-        return Response(content.encode(), media_type="application/json")
+        return content
     limit = service.llm.max_model_len
     if body.messages is not None:
         text = await write_conversation(service, request, body.messages, body)
@@ -396,7 +398,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         response = Tokenized(tokens=ids, count=len(ids), max_model_len=limit)
     if body.return_token_strs:
         response.token_strs = [token or "" for token in service.llm.tokenizer.convert_ids_to_tokens(ids)]
-    return Response(response.encode(), media_type="application/json")
+    return response
 
 
 def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
@@ -407,7 +409,7 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
         return list(data or b"")
 
 
-async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+async def detokenize(request: Request, body: DetokenizeRequest) -> Detokenized:
     """The text of token ids, special tokens included."""
     service = state_of(request)
     await service.model(body.model)
@@ -416,7 +418,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         if not 0 <= token < vocab_size:
             raise ApiError(400, f"token ids are integers from 0 to {vocab_size - 1}, not {token}", param="tokens")
     text = await run_in_thread_if_large(request, _decode, service.llm.tokenizer, body.tokens)
-    return Response(Detokenized(prompt=text, content=text).encode(), media_type="application/json")
+    return Detokenized(prompt=text, content=text)
 
 
 async def tokenizer_info(request: Request) -> TokenizerInfo:

@@ -62,9 +62,11 @@ class Drafter(ABC):
 
 
 class DraftsOnWorkers(Drafter):
-    """Drafts of a network beside the model, on the workers; estimates which tokens that network has computed."""
+    """Drafts of a network or head beside the model, on the workers; estimates which tokens a network has computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, catches_up: bool = True) -> None:
+        """``catches_up``: False of a head, which computes every token beside the model and so is never behind."""
+        self._catches_up = catches_up
         #: By sequence: its tokens at the last proposal, and those proposed.
         self._covered: dict[int, int] = {}
 
@@ -74,18 +76,13 @@ class DraftsOnWorkers(Drafter):
 
     def backlog(self, sequence: DraftedSequence) -> int:
         """An estimate: tokens in the prefix cache were most likely drafted for, too."""
-        covered = self._covered.get(sequence.seq_id)
-        return max(0, len(sequence.token_ids) - (sequence.num_cached_tokens if covered is None else covered))
+        if not self._catches_up:
+            return 0
+        covered = self._covered.get(sequence.seq_id, sequence.num_cached_tokens)
+        return max(0, len(sequence.token_ids) - covered)
 
     def on_end(self, sequence: DraftedSequence) -> None:
         self._covered.pop(sequence.seq_id, None)
-
-
-class HeadDrafter(Drafter):
-    """Drafts of a head, on the workers; it computes every token beside the model and so is never behind."""
-
-    def propose(self, sequence: DraftedSequence, num_tokens: int) -> list[int]:
-        return [BY_WORKER] * num_tokens
 
 
 # Prompt lookup: the tokens that followed an earlier occurrence of the last tokens in the same sequence.

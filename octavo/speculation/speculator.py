@@ -16,7 +16,6 @@ from octavo.speculation.drafter import (
     DraftedSequence,
     Drafter,
     DraftsOnWorkers,
-    HeadDrafter,
     NgramDrafter,
     PredictionDrafter,
     SuffixDrafter,
@@ -105,7 +104,7 @@ def make_speculator(config: SpeculativeConfig | None) -> Speculator:
     config = config or SpeculativeConfig(method="prediction")
     drafter: Drafter | None = None
     if config.drafts_on_workers:
-        drafter = DraftsOnWorkers() if config.method == "draft_model" else HeadDrafter()
+        drafter = DraftsOnWorkers(catches_up=config.method == "draft_model")
     elif config.method == "ngram":
         drafter = NgramDrafter(config)
     elif config.method == "suffix":
@@ -411,7 +410,7 @@ class DraftLengths:
         self, num_drafting: int, passes: int, seconds: float, catch_up_tokens: int, catch_up_seconds: float
     ) -> None:
         """The workers proposed drafts of up to ``passes`` tokens; ``seconds`` do not include ``catch_up_seconds``."""
-        if num_drafting:
+        if num_drafting and passes:  # drafts may all be empty
             self._drafting.passes.observe(num_drafting, seconds / passes)
         if catch_up_tokens:
             self._drafting.observe_catch_up(catch_up_tokens, catch_up_seconds)

@@ -53,7 +53,9 @@ def language_code(language: str) -> str:
             return candidate
         if candidate in codes:
             return codes[candidate]
-    raise InvalidRequestError(f"language {language!r} is not known; expected a code such as 'en', or a name: 'english'")
+    raise InvalidRequestError(
+        f"{language!r} is not known; expected a code such as 'en', or a name: 'english'", path="language"
+    )
 
 
 # The special tokens of a Whisper model, and its settings of generation.
@@ -112,15 +114,19 @@ class SpeechTokens:
 
     def check_task(self, task: str) -> None:
         if task == "translate" and not self.languages:
-            raise InvalidRequestError("task 'translate' needs a multilingual model: this one knows English alone")
+            raise InvalidRequestError(
+                "'translate' needs a multilingual model: this one knows English alone", path="task"
+            )
 
     def check_language(self, language: str) -> str:
         """The code of one of the model's languages; raises InvalidRequestError for others."""
         code = language_code(language)
         if not self.languages and code != "en":
-            raise InvalidRequestError(f"language must be 'en', not {language!r}: the model is English")
+            raise InvalidRequestError(f"must be 'en', not {language!r}: the model is English", path="language")
         if self.languages and code not in self.languages:
-            raise InvalidRequestError(f"language {language!r} is none of the model's: {', '.join(self.languages)}")
+            raise InvalidRequestError(
+                f"{language!r} is none of the model's: {', '.join(self.languages)}", path="language"
+            )
         return code
 
 

@@ -73,28 +73,28 @@ class TranscriptionParams(msgspec.Struct, kw_only=True, frozen=True, omit_defaul
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
-            raise InvalidRequestError(f"task must be 'transcribe' or 'translate', not {self.task!r}")
+            raise InvalidRequestError("must be 'transcribe' or 'translate'", path="task", got=self.task)
         for name in ("language", "prompt", "hotwords"):
             if (value := getattr(self, name)) is not None:
                 if not isinstance(value, str):
-                    raise InvalidRequestError(f"{name} must be text, not {value!r}")
+                    raise InvalidRequestError("must be text", path=name, got=value)
                 if len(value) > _MAX_TEXT:
-                    raise InvalidRequestError(f"{name} may have at most {_MAX_TEXT} characters, not {len(value)}")
+                    raise InvalidRequestError(f"may have at most {_MAX_TEXT} characters, not {len(value)}", path=name)
         for name in ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"):
             if (value := getattr(self, name)) is not None:
                 check_number(name, value, -math.inf, math.inf)
         if not 1 <= len(self.temperatures) <= _MAX_TEMPERATURES:
             count = len(self.temperatures)
-            raise InvalidRequestError(f"temperature must be 1 to {_MAX_TEMPERATURES} numbers, not {count}")
+            raise InvalidRequestError(f"must be 1 to {_MAX_TEMPERATURES} numbers, not {count}", path="temperature")
         for value in self.temperatures:
             check_number("temperature", value, 0.0, 2.0)
         for name in ("condition_on_previous_text", "word_timestamps", "timestamps"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
+                raise InvalidRequestError("must be True or False", path=name, got=getattr(self, name))
         if self.word_timestamps and not self.timestamps:
-            raise InvalidRequestError("word_timestamps=True needs timestamps=True")
+            raise InvalidRequestError("needs timestamps=True", path="word_timestamps")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise InvalidRequestError(f"seed must be an integer, not {self.seed!r}")
+            raise InvalidRequestError("must be an integer", path="seed", got=self.seed)
 
     @property
     def temperatures(self) -> tuple[float, ...]:

@@ -149,7 +149,7 @@ def test_what_is_no_image_or_too_large_is_refused_and_the_conversation_goes_on(s
     page.get_by_label("Add image").set_input_files(chosen("a.pdf", b"%PDF", "application/pdf"))
     assert alerts(sees) == "a.pdf was left out: it is no image."
     for content, words in (
-        (b"no image", "the image is no image that can be decoded"),
+        (b"no image", "is no image that can be decoded"),
         (bytes(200_000), "131072 are taken"),
     ):
         page.get_by_label("Add image").set_input_files(chosen("wrong.png", content))

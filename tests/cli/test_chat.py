@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,8 +12,10 @@ import pytest
 from octavo.cli import chat
 from octavo.cli.chat_lines import HistoryFile, Typed, default_path, read_messages
 from octavo.core.sampling_params import DefaultMaxTokens
+from tests.busy_machine import PATIENCE
 from tests.cli.helpers import Capture, Run, converse
 from tests.cli.scripted_engine import ScriptedEngine
+from tests.cli.test_main import ENVIRON
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -180,7 +184,7 @@ def test_a_question_beyond_the_context_is_an_error_and_the_next_is_answered(
     flags = ("--temperature", "0", "--max-tokens", "3")
     assert octavo("chat", tiny_model, *flags, stdin="x" * 1000 + "\nHello\n") == 1
     captured = capsys.readouterr()
-    assert "octavo: error: the prompt has" in captured.err
+    assert "octavo: error: prompt has" in captured.err
     assert captured.out.endswith("\n")
 
 
@@ -200,3 +204,11 @@ def test_a_conversation_beyond_the_context_goes_on(octavo: Run, capsys: Capture,
     captured = capsys.readouterr()
     assert captured.err.count("at the beginning of the conversation") == 2
     assert captured.out.count("\n") == 4
+
+
+@pytest.mark.parametrize("stdin", ["</dev/null", "<&-"])
+def test_it_ends_where_standard_input_is_empty_or_closed(tiny_model: Path, stdin: str) -> None:
+    command = f'exec "{sys.executable}" -m octavo chat "{tiny_model}" --num-gpu-blocks-override 64 {stdin}'
+    ended = subprocess.run(["sh", "-c", command], env=ENVIRON, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 0 and ended.stdout == ""
+    assert "Traceback" not in ended.stderr

@@ -70,14 +70,14 @@ def test_exit_is_the_end(name: str) -> None:
         ("/image missing.png", "the model reads text alone: leave out the image missing.png"),
         ("/set warmth 1", "unknown setting 'warmth'; /set lists them"),
         ("/set temprature 1", "unknown setting 'temprature'; did you mean 'temperature'?"),
-        ("/set temperature warm", "temperature takes a number, not 'warm': divides the logits"),
+        ("/set temperature warm", "temperature takes a number, not 'warm': Divides the logits"),
         ("/set temperature -1", "temperature must be at least 0, not -1.0"),
         ("/set top_k 1.5", "top_k takes an integer, not '1.5'"),
         ("/set ignore_eos maybe", "ignore_eos takes true or false, not 'maybe'"),
         ("/set stop_token_ids a,b", "stop_token_ids takes token ids, as in 13,198, not 'a,b'"),
         ("/set logit_bias [1]", "logit_bias takes JSON, not '[1]'"),
         ("/set stop [1]", "stop must be a list of non-empty texts, not [1]"),
-        ("/set min_tokens 9", "min_tokens (9) must not be greater than max_tokens (8)"),
+        ("/set min_tokens 9", "min_tokens must not be greater than max_tokens (8), not 9"),
         ("/set n 2", "unknown setting 'n'"),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_setting_is_that_of_the_next_answer(capsys: Capture, typed: str, name:
 def test_settings_are_listed_and_shown(capsys: Capture) -> None:
     conversation = converse(ScriptedEngine(["so ", "it ", "is"]), "Be brief.", temperature=0.5)
     listed = said(capsys, conversation, "/set")
-    assert all(f"{name} " in listed for name in SETTINGS) and "logprobs" not in listed
+    assert all(f"{name} " in listed for name in SETTINGS) and "\nlogprobs " not in listed
     assert said(capsys, conversation, "/set temperature") == "temperature = 0.5\n"
     shown = said(capsys, conversation, "/show")
     assert "system       Be brief." in shown and "temperature 0.5, max_tokens none" in shown

@@ -16,7 +16,7 @@ import pytest
 from octavo import LLM, PoolingParams
 from octavo.cli import embed as embed_command
 from octavo.cli.embed import embed
-from octavo.cli.inputs import TextRow, TextSource
+from octavo.cli.inputs import Rows, TextRow
 from octavo.cli.main import load_command
 from octavo.core.errors import ConfigError
 from tests.cli.helpers import Capture, Run, json_lines
@@ -191,13 +191,13 @@ def test_sources_are_counted_as_they_are_read(tmp_path: Path) -> None:
     lines, table = tmp_path / "in.jsonl", tmp_path / "in.parquet"
     lines.write_text('"a"\n\n"b"\n')
     pq.write_table(pa.table({"text": ["a"] * 2500}), table)
-    for source in (TextSource(["w"], str(lines)), TextSource(["w"], str(table)), TextSource(["w", "v"])):
+    for source in (Rows(["w"], str(lines)), Rows(["w"], str(table)), Rows(["w", "v"])):
         rows = list(source)
         assert len(rows) == source.count() and [row.index for row in rows] == list(range(len(rows)))
-    assert TextSource([], "-").count() is None
+    assert Rows([], "-").count() is None
     lines.rename(tmp_path / "no.parquet")
     with pytest.raises(ConfigError, match="no Parquet file"):
-        list(TextSource([], str(tmp_path / "no.parquet")))
+        list(Rows([], str(tmp_path / "no.parquet")))
 
 
 @pytest.mark.parametrize("kind", ["encoder", "cross_encoder"])

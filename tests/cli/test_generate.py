@@ -333,13 +333,16 @@ def documented(action: argparse.Action) -> str | None:
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_the_documented_defaults_are_the_real_ones(command: str) -> None:
-    from octavo.cli.flags import HELP, read_sampling_params
+    from octavo.cli.flags import read_sampling_params
+    from octavo.core.sampling_params import SamplingParams, parameters
 
     module = importlib.import_module(f"octavo.cli.{command}")
     parser = module.make_parser()
     params = read_sampling_params(parser.read([]), module.DEFAULTS)
     flags = {a.dest.removeprefix("sampling:"): a for a in parser._actions if a.dest.startswith("sampling:")}
-    flags = {name: action for name, action in flags.items() if name in HELP}  # not those of beam search
+    flags = {
+        name: action for name, action in flags.items() if name in parameters(SamplingParams)
+    }  # not those of beam search
     assert flags
     for name, action in flags.items():
         real = getattr(params, name)
@@ -348,7 +351,7 @@ def test_the_documented_defaults_are_the_real_ones(command: str) -> None:
     page = script("reference_pages").options()
     rows = dict(re.findall(r"^\| `(\w+)` ((?:\| `[^`|]*` ){3}\|) ", page, re.MULTILINE))
     column = 1 + ["python", "generate", "chat"].index(command)
-    for name in HELP:
+    for name in parameters(SamplingParams):
         shown = rows[name].split("|")[column].strip().strip("`").lower()
         assert shown == (str(getattr(params, name)).lower() if name in flags else "-")
 
@@ -397,7 +400,7 @@ def test_the_text_of_one_prompt_grows_on_a_terminal(
     assert octavo("generate", tiny_model, "Hello", "World", *GREEDY) == 0
     assert not any(shown), "several are shown one after the other, each when it has ended"
     assert octavo("generate", tiny_model, "x" * 1000, *GREEDY) == 1
-    assert "octavo: error: prompt 1: the prompt has" in capsys.readouterr().err
+    assert "octavo: error: prompt 1: prompt has" in capsys.readouterr().err
 
 
 def test_the_default_of_max_tokens_ends_at_the_context_and_a_named_one_is_refused(
@@ -408,7 +411,7 @@ def test_the_default_of_max_tokens_ends_at_the_context_and_a_named_one_is_refuse
     line, _ = json_lines(capsys.readouterr().out)
     assert len(line["outputs"][0]["token_ids"]) == 56
     assert octavo("generate", tiny_model, prompt, "--max-tokens", "57") == 1
-    assert "max_tokens (57) does not fit" in capsys.readouterr().err
+    assert "max_tokens: 57 does not fit" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -420,11 +423,11 @@ def without_weights(tiny_model: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("prompts", "flags", "says"),
     [
-        ([""], [], "the prompt is empty"),
+        ([""], [], "prompt is empty"),
         (["Hello"], ["--regex", "a("], "structured_outputs.regex: unclosed group"),
-        (["Hello"], ["--max-tokens", "1000"], "max_tokens (1000) does not fit"),
-        (["x" * 300], [], "the prompt has 300 tokens, but prompt and output together may have at most 256"),
-        (["", ""], [], "octavo: error: prompt 2: the prompt is empty"),
+        (["Hello"], ["--max-tokens", "1000"], "max_tokens: 1000 does not fit"),
+        (["x" * 300], [], "prompt has 300 tokens, but prompt and output together may have at most 256"),
+        (["", ""], [], "octavo: error: prompt 2: prompt is empty"),
         (["Hello"], ["--chat", "--chat-template", "none.jinja"], "cannot read chat_template none.jinja: No such file"),
     ],
 )
@@ -526,3 +529,11 @@ def test_a_wrong_form_is_refused(octavo: Run, capsys: Capture, tiny_model: Path,
     ):
         assert octavo("generate", tiny_model, "Hello", *flags) != 0
         assert words in capsys.readouterr().err
+
+
+def test_prompts_may_be_a_column_of_a_parquet_file(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"prompt": ["a", None, "c"], "id": [1, 2, 3]}), tmp_path / "prompts.parquet")
+    jobs = read_jobs(["word"], str(tmp_path / "prompts.parquet"), {}, as_chat=False)
+    assert [job.prompt for job in jobs if job.error is None] == ["word", "a", "c"]
+    assert jobs[2].error is not None and jobs[2].index == 2

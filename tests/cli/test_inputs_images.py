@@ -95,7 +95,7 @@ def test_a_prompt_whose_places_do_not_fit_the_images_fails_alone(
     octavo: Run, capsys: Capture, folder: Path, files: list[Path]
 ) -> None:
     assert octavo("generate", folder, "<image>a<image>", "b", *OPTIONS, "--image", files[0]) == 1
-    assert "prompt 1: the prompt has 2 places for images" in capsys.readouterr().err
+    assert "prompt 1: prompt has 2 places for images" in capsys.readouterr().err
 
 
 def test_a_conversation_about_images(

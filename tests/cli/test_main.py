@@ -162,7 +162,7 @@ def checkpoint(folder: Path, model: Path, **changes: object) -> Path:
     ("changes", "said"),
     [
         ({"architectures": ["FooForCausalLM"]}, "'FooForCausalLM' is not supported; supported: "),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"hidden_act": "gelu"}, 'hidden_act="gelu" is not supported'),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"num_hidden_layers": 3}, "lacks the tensors"),
         ({"without": "tokenizer.json"}, "has no tokenizer.json"),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import chat, generate, serve
-from octavo.cli.parsing import NO_COUNTERPART, OTHER_FLAGS, own_flags
+from octavo.cli.parsing import own_flags
+from octavo.core.foreign import ABSENT_FLAGS, OTHER_FLAGS
 from octavo.lab.commands import bench
 from tests.cli.helpers import Capture, Run
 
@@ -46,13 +47,13 @@ def test_every_other_name_is_of_a_flag_that_some_command_has() -> None:
     parsers = [module.make_parser() for module in (generate, chat, serve)]
     flags = {flag for parser in parsers for flag in parser._option_string_actions}
     assert {ours[0] for ours in OTHER_FLAGS.values()} <= flags
-    assert not flags & (OTHER_FLAGS.keys() | NO_COUNTERPART.keys())
+    assert not flags & (OTHER_FLAGS.keys() | ABSENT_FLAGS.keys())
 
 
 @pytest.mark.parametrize("flag", ["-ngl", "-fa", "-cnv"])
 def test_a_flag_without_a_counterpart_says_what_to_do(flag: str, octavo: Run, capsys: Capture) -> None:
     assert octavo("generate", "m", "p", flag, "1") == 2
-    assert NO_COUNTERPART[flag] in capsys.readouterr().err
+    assert ABSENT_FLAGS[flag] in capsys.readouterr().err
 
 
 def test_help_is_a_command_too(octavo: Run, capsys: Capture) -> None:

@@ -14,7 +14,7 @@ from octavo.config.engine_config import EngineConfig, make_config
 from octavo.config.server_options import ServerOptions
 from octavo.config.sources import parse_option, resolve_config
 from octavo.core.errors import ConfigError
-from octavo.core.request import ALIASES, FOREIGN_OPTIONS, OTHER_NAMES, own_options
+from octavo.core.foreign import ALIASES, FOREIGN_OPTIONS, OTHER_NAMES, own_options
 from tests.config.option_sources import config_from_flags, write_file
 
 PLAIN = EngineConfig(model="m")
@@ -28,10 +28,10 @@ def test_none_of_them_is_an_option_of_our_own() -> None:
 @pytest.mark.parametrize("name", FOREIGN_OPTIONS)
 def test_what_is_accepted_changes_nothing_and_all_else_gives_a_reason(name: str) -> None:
     option = FOREIGN_OPTIONS[name]
-    for value in (*option.accepted, None):
+    for value in (*(option.accepted or ()), None):
         assert resolve_config({"model": "m", name: value}, environ={}) == PLAIN
         assert make_config(model="m", **{name: value}) == PLAIN
-    if not option.accepted:
+    if option.accepted is None:
         assert own_options({name: object()}) == {}
     elif set(map(repr, option.accepted)) != {"False", "True"}:
         with pytest.raises(ConfigError, match=rf"^{name} must be .*, not 'another': ...+ \(from argument\)$"):

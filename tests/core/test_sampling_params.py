@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pytest
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.sampling_params import SamplingParams, defaults_beside
+from octavo.core.sampling_params import SamplingParams, defaults_beside, parameter, parameters
+from tests.test_package import script
 
 NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
@@ -150,3 +151,53 @@ def test_a_models_min_p_holds_beside_its_own_temperature_alone() -> None:
     assert defaults_beside((), defaults) == defaults
     assert defaults_beside(("top_p",), defaults) == {"temperature": 0.2, "min_p": 0.9}
     assert defaults_beside(("temperature",), defaults) == {"top_p": 0.9}
+
+
+# One declaration: flags, bodies, checks and pages are made of it.
+
+
+class MoreParams(SamplingParams, kw_only=True):
+    new_penalty: Annotated[float, parameter("A penalty of tomorrow.", 0.0, 2.0)] = 0.0
+    new_ids: Annotated[list[int] | None, parameter("Ids of tomorrow.")] = None
+
+
+def test_a_new_parameter_is_its_declaration() -> None:
+    from pydantic import ValidationError, create_model
+
+    from octavo.cli.flags import add_parameters
+    from octavo.cli.parsing import Parser
+    from octavo.server.fields import RequestModel
+    from octavo.server.openai.protocol import parameter_fields
+
+    assert MoreParams(new_penalty=2.0, new_ids=[1]).new_penalty == 2.0
+    for wrong in ({"new_penalty": 2.1}, {"new_penalty": None}, {"new_ids": [-1]}, {"new_ids": "1"}):
+        with pytest.raises(InvalidRequestError, match=next(iter(wrong))) as raised:
+            MoreParams(**wrong)
+        assert raised.value.path == next(iter(wrong))
+    parser = Parser(prog="octavo")
+    new = {name: declared for name, declared in parameters(MoreParams).items() if name.startswith("new_")}
+    add_parameters(parser, new)
+    assert parser.read(["--new-penalty", "1.5", "--new-ids", "3,4"]).group("sampling") == {
+        "new_penalty": 1.5, "new_ids": [3, 4],
+    }  # fmt: skip
+    assert "A penalty of tomorrow. (default: 0.0)" in " ".join(parser.format_help().split())
+    body = create_model("Body", __base__=RequestModel, **parameter_fields(MoreParams, new))
+    assert body.model_validate({"new_penalty": 1, "new_ids": None}).model_dump() == {"new_penalty": 1, "new_ids": None}
+    with pytest.raises(ValidationError):
+        body.model_validate({"new_ids": ["1"]})
+    assert body.model_fields["new_ids"].description == "Ids of tomorrow."
+
+
+def test_each_parameter_has_its_description_as_flag_in_bodies_and_on_the_page() -> None:
+    from octavo.cli.generate import make_parser
+    from octavo.server.openai.protocol import ChatCompletionRequest
+
+    flags = {action.option_strings[0]: action.help for action in make_parser()._actions}
+    page = script("reference_pages").options()
+    elsewhere = {"logprobs", "detokenize", "extra_args", "structured_outputs", "truncate_prompt_tokens"}
+    for name, declared in parameters(SamplingParams).items():
+        help_text = flags["--" + name.replace("_", "-")]
+        assert help_text is not None and help_text.startswith(declared.description)
+        assert f"| `{name}` |" in page and declared.description.replace("|", "\\|") in page
+        if name not in elsewhere:
+            assert ChatCompletionRequest.model_fields[name].description == declared.description

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import pytest
 
 from octavo.cli.main import COMMANDS, OTHER_COMMANDS, load_command
-from octavo.cli.parsing import OTHER_FLAGS, Parser
+from octavo.cli.parsing import Parser
+from octavo.core.foreign import OTHER_FLAGS
 from tests.docs.snippets import PAGES, ROOT, Command, commands
 
 EVERY = list(dict.fromkeys(command for page in PAGES for command in commands(page)))

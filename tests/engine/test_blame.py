@@ -24,12 +24,15 @@ LONG = SamplingParams(temperature=1.0, seed=11, max_tokens=60, ignore_eos=True)
 
 
 @dataclass
-class Open:
-    """An open request."""
+class _Open:
+    """What ``Blame`` reads of an open request."""
 
     group_id: int
     num_generated: int = 0
     is_begun: bool = True
+
+
+Open: Any = _Open
 
 
 # --- by itself --------------------------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ def test_a_templates_own_words_reach_the_user(messages: Any, words: str) -> None
         (["hi"], r"messages\[0\] must be a mapping"),
         ([{"content": "x"}], r"messages\[0\] must have a role"),
         ([{"role": 3, "content": "x"}], "its role is 3"),
-        ([USER, {"role": "user"}], r"messages\[1\] \(user\) has no content"),
+        ([USER, {"role": "user"}], r"messages\[1\] has no content"),
         ([{"role": "user", "content": None}], "has no content"),
         ([{"role": "user", "content": 5}], "must be a text or a list of parts, not 5"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "not 'image_url'"),

@@ -290,7 +290,7 @@ def test_it_is_refused_with_the_reason(program: str, reason: str, names: dict[st
 
 
 def test_the_page_of_differences_names_options_of_the_table() -> None:
-    from octavo.core.request import FOREIGN_OPTIONS
+    from octavo.core.foreign import FOREIGN_OPTIONS
 
     page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
     table = page.split("| option | accepted | otherwise |")[1].split("\n\n")[0]

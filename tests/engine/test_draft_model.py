@@ -221,7 +221,7 @@ def test_its_layers_are_counted_in_the_blocks(tiny_model: Path, tiny_draft: Path
     )
     (size,), (larger,) = (llm.llm_engine.core.startup.groups for llm in (without, with_drafts))
     kernels = runner_of(with_drafts)._kernels
-    drafter = runner_of(with_drafts)._drafter
+    drafter = runner_of(with_drafts).loaded.drafter
     assert drafter is not None and len(drafter.kv_specs) == 3
     own = sum(kernels.block_bytes(spec, 4) for spec in drafter.kv_specs)
     assert larger.block_bytes == size.block_bytes + own

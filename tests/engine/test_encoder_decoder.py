@@ -6,17 +6,14 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from octavo import LLM, AsyncLLM, BeamSearchParams, InvalidRequestError, SamplingParams
 from octavo.core.errors import ConfigError
-from octavo.core.request import EngineCoreRequest
-from octavo.engine.core import EngineCore
-from octavo.engine.llm_engine import LLMEngine
 from tests.engine.test_recovery import Killer
 from tests.engine.test_restarts import kill, stream
+from tests.engine_state import replace_core
 from tests.models.seq2seq import save_seq2seq
 from tests.models.test_bart import bart
 from tests.whole_outputs import everything
@@ -271,17 +268,8 @@ def test_another_core_goes_on(steps: int, folder: Path, alone: list[Any]) -> Non
             outputs[output.request_id] = output
         count += 1
         if count % (4 * steps) == 0:
-            _replace_core(llm)
+            replace_core(llm)
     assert [everything(outputs[str(i)]) for i in range(len(PROMPTS))] == alone
-
-
-def _replace_core(llm: LLMEngine) -> None:
-    old, outputs = llm.core, llm.front_end.outputs
-    old.shutdown()
-    llm.core = EngineCore(old.options, Path(llm.front_end.files.folder))
-    for request in outputs.open_requests():
-        data = msgspec.msgpack.encode(request.resume())
-        llm.core.scheduler.add(msgspec.msgpack.decode(data, type=EngineCoreRequest))
 
 
 def test_it_goes_on_after_sleep(folder: Path, alone: list[Any]) -> None:
@@ -310,16 +298,16 @@ def test_two_ranks_and_a_killed_worker(folder: Path, alone: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({"prompt_token_ids": []}, "the encoder's prompt is empty"),
-        ({"encoder_prompt": [], "decoder_prompt": [2]}, "the encoder's prompt is empty"),
+        ({"prompt_token_ids": []}, "encoder_prompt is empty"),
+        ({"encoder_prompt": [], "decoder_prompt": [2]}, "encoder_prompt is empty"),
         ({"encoder_prompt": [3] * 97}, "has 97 tokens, but may have at most 96"),
-        ({"encoder_prompt": [101]}, "encoder's prompt token ids must be integers from 0 to 100, not 101"),
-        ({"encoder_prompt": [3], "decoder_prompt": [-1]}, "decoder's prompt token ids must be integers"),
-        ({"encoder_prompt": [3], "decoder_prompt": [5] * 64}, "the prompt has 65 tokens"),
+        ({"encoder_prompt": [101]}, "encoder_prompt: token ids must be integers from 0 to 100, not 101"),
+        ({"encoder_prompt": [3], "decoder_prompt": [-1]}, "decoder_prompt: token ids must be integers"),
+        ({"encoder_prompt": [3], "decoder_prompt": [5] * 64}, "prompt has 65 tokens"),
         ({"decoder_prompt": [3]}, "needs 'encoder_prompt'"),
         ({"encoder_prompt": [3], "prompt": "x"}, "not 'prompt'"),
         ({"prompt_token_ids": [3], "multi_modal_data": {"audio": 1}}, "the model takes text alone"),
-        ({"encoder_prompt": 7}, "a prompt must be text"),
+        ({"encoder_prompt": 7}, "prompt must be text"),
         ({"prompt_token_ids": [3], "encoder_input": 5}, "unknown key 'encoder_input'"),
         (7, "prompts must be text"),
     ],
@@ -379,7 +367,7 @@ def test_truncation_is_refused(llm: LLM) -> None:
 
 def test_both_parts_are_refused_by_a_decoder(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), num_gpu_blocks_override=20, max_model_len=32)
-    with pytest.raises(InvalidRequestError, match="'encoder_prompt' of a prompt must be None: the model has a decoder"):
+    with pytest.raises(InvalidRequestError, match="'encoder_prompt' must be None: the model has a decoder"):
         llm.generate({"encoder_prompt": "a", "decoder_prompt": "b"}, SamplingParams(max_tokens=1), use_tqdm=False)
 
 

@@ -15,15 +15,15 @@ import pytest
 from octavo import LLM, AsyncLLM, BeamSearchParams, SamplingParams, TokensPrompt
 from octavo.config.engine_config import EngineConfig
 from octavo.config.options import SpeculativeConfig
-from octavo.core.request import FOREIGN_KEYWORDS, FOREIGN_OPTIONS, KEYWORDS
-from octavo.core.sampling_params import FOREIGN_FIELDS
+from octavo.core.foreign import FOREIGN, FOREIGN_OPTIONS
+from octavo.core.request import KEYWORDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 64, "block_size": 4, "num_threads": 1}
 REASONS = {
     **{name: option.reason for name, option in FOREIGN_OPTIONS.items()},
-    **{name: option.reason for name, option in FOREIGN_KEYWORDS.items()},
-    **FOREIGN_FIELDS,
+    **{name: option.reason for name, option in FOREIGN["keywords"].items()},
+    **{name: option.reason for name, option in FOREIGN["SamplingParams"].items()},
 }
 #: Names that a reason may send its reader to.
 NAMES = {

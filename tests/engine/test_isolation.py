@@ -15,9 +15,9 @@ from octavo.engine.llm_engine import LLMEngine
 from octavo.scheduler import scheduler as scheduler_module
 from octavo.scheduler.admission import Admission
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.queues import SchedulingState
 from octavo.scheduler.running import Running
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.state import SchedulingState
 from octavo.scheduler.step_results import Results
 from tests.embedding_models import make_encoder
 from tests.engine.test_resumption import PARAMS, PROMPTS, engine, finish
@@ -83,7 +83,7 @@ PLACES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         p, Running, "_decode", lambda r, group, step: is_poison(group) and len(group.seqs[0].token_ids) > 30
     ),
     "advance": lambda p: after(
-        p, scheduler_module, "advance", lambda queues, step: any(is_poison(s.group) for s in step.decodes)
+        p, scheduler_module, "advance", lambda queues, step: any(is_poison(s.group) for s in step.decodes.seqs)
     ),
     "update": lambda p: before(p, Scheduler, "update", lambda s, plan, result: holds_poison(s, 5)),
     "update that is lost": lambda p: after(p, Scheduler, "update", lambda s, plan, result: holds_poison(s, 5)),

@@ -96,8 +96,8 @@ def test_answers_are_the_same_beside_preemptions_and_drafts(tiny_model: Path) ->
     ("given", "message"),
     [
         ({"top": 1}, "extra_args has 'top', but no logits processor takes it; taken: 'lowest', 'highest', 'even'"),
-        ({"lowest": 9, "highest": 3}, r"extra_args .*: lowest \(9\) must not be above highest \(3\)"),
-        ([1], r"extra_args must map names to values, not \[1\]"),
+        ({"lowest": 9, "highest": 3}, r"extra_args: .*: lowest \(9\) must not be above highest \(3\)"),
+        ([1], r"extra_args must be a mapping, not \[1\]"),
     ],
 )
 def test_wrong_arguments_are_refused(tiny_model: Path, given: Any, message: str) -> None:

@@ -354,7 +354,7 @@ def test_what_cannot_be_served_fails_alone(adapted: Adapted, tmp_path: Path) -> 
     assert errors[0] is None
     assert "has a value at [0, 0] that is not finite" in errors[1]
     assert "it has 21 virtual tokens, but max_prompt_adapter_token is 20" in errors[2]
-    assert "max_tokens (12) does not fit: the prompt has 60 tokens and the adapter 8 virtual ones" in errors[3]
+    assert "max_tokens: 12 does not fit: the prompt has 60 tokens and the adapter 8 virtual ones" in errors[3]
     cut = SamplingParams(temperature=0.0, max_tokens=4, truncate_prompt_tokens=-1)
     assert len(run(llm, [(long * 2, adapted.request("prefix"))], cut)[0].prompt_token_ids) == 72 - 8 - 4
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import signal
 from pathlib import Path
@@ -80,10 +79,8 @@ def test_answers_go_on_when_a_worker_was_killed(
     assert answers(llm) == undisturbed
     assert len(killer.lost) == len(steps) * len(workers_of(llm))
     assert not any(process.is_running() for process in killer.lost)
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert [("SIGKILL" in w.getMessage(), "started again" in w.getMessage()) for w in warnings] == [(True, True)] * len(
-        steps
-    )
+    restarts = [record.getMessage() for record in caplog.records if "started again" in record.getMessage()]
+    assert len(restarts) == len(steps) and all("SIGKILL" in message for message in restarts)
     stats = llm.stats()
     assert (stats.blocks_used, stats.num_running) == (0, 0)
     assert stats.decode_tokens > sum(len(ids) for completions, _ in undisturbed for ids, *_ in completions) // 2

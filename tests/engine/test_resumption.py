@@ -10,10 +10,9 @@ import pytest
 
 from octavo import BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from octavo.config.engine_config import make_config
-from octavo.core.request import EngineCoreRequest
 from octavo.core.sampling_params import RequestOutputKind
-from octavo.engine.core import EngineCore
 from octavo.engine.llm_engine import LLMEngine
+from tests.engine_state import replace_core
 from tests.whole_outputs import everything
 
 Params = SamplingParams | BeamSearchParams
@@ -81,16 +80,6 @@ def finish(llm: LLMEngine, every: int = 10**9) -> list[tuple[RequestOutput, list
             sum_of += part
         made.append((sum_of, [completion.text for part in outputs for completion in part.outputs]))
     return made
-
-
-def replace_core(llm: LLMEngine) -> None:
-    """Ends the engine's core; a new one goes on, with requests as they would be sent to another process."""
-    old, outputs = llm.core, llm.front_end.outputs
-    old.shutdown()
-    llm.core = EngineCore(old.options, Path(llm.front_end.files.folder))
-    for request in outputs.open_requests():
-        data = msgspec.msgpack.encode(request.resume())
-        llm.core.scheduler.add(msgspec.msgpack.decode(data, type=EngineCoreRequest))
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,9 @@ def test_a_form_of_which_nothing_may_be_said_ends_with_the_reason_and_others_go_
     form = StructuredOutputsParams(choice=["a"])
     outputs = llm.generate(["x", "y"], [hot(form, bad_words=["a"]), hot(form)])
     refused, other = (output.outputs[0] for output in outputs)
-    assert refused.finish_reason == "error" and refused.excludes_all_tokens
+    assert refused.finish_reason == "error" and refused.invalid is not None
     assert {"bad_words", "structured_outputs.choice"} <= set(re.findall(r"[a-z_.]+", refused.error or ""))
-    assert other.text == "a" and not other.excludes_all_tokens
+    assert other.text == "a" and other.invalid is None
 
 
 def test_parameters_that_exclude_every_token_are_refused_before_a_step(llm: LLM) -> None:

@@ -20,7 +20,8 @@ from octavo import LLM, SamplingParams
 from octavo.core.errors import AudioError, InvalidRequestError
 from octavo.core.request import RequestOptions
 from octavo.engine import transcription as async_transcription
-from octavo.engine.transcription import transcribe_stream
+from octavo.engine.transcription import transcribe_recording
+from octavo.process.children import finish_in_thread
 from octavo.speech import transcription as loops
 from octavo.speech.audio_files import DEFAULT_LIMITS, AudioLimits, OpenedAudio, open_audio
 from octavo.speech.transcription import TranscriptionParams
@@ -283,9 +284,9 @@ def hear(audio: Any) -> AsyncGenerator[Any]:
     def loop(params: TranscriptionParams, scores: bool) -> Any:
         return loops.transcribe(params, KNOWN, CODEC, scores=scores)
 
-    speech = SimpleNamespace(loop=loop, hear=lambda window: None)
-    engine: Any = SimpleNamespace(front_end=SimpleNamespace(speech=speech))
-    return transcribe_stream(engine, "a", audio, TranscriptionParams(), RequestOptions(), DEFAULT_LIMITS, scores=False)
+    speech: Any = SimpleNamespace(loop=loop, hear=lambda window: None)
+    host: Any = SimpleNamespace(in_thread=finish_in_thread)
+    return transcribe_recording(speech, host, audio, TranscriptionParams(), RequestOptions(), DEFAULT_LIMITS)
 
 
 @pytest.mark.parametrize("opens", [False, True])

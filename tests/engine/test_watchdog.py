@@ -20,8 +20,8 @@ class Waits:
 
 
 def replica(held_up: float) -> Replica:
-    client: Any = SimpleNamespace(process=SimpleNamespace(pid=1))
-    found = Replica(0, client, restarts=None)  # type: ignore[arg-type]
+    core: Any = SimpleNamespace(pid=1)
+    found = Replica(0, core, restarts=None)  # type: ignore[arg-type]
     waits: Any = Waits(held_up)
     found.waits = waits
     return found

@@ -208,3 +208,22 @@ def test_the_engine_says_what_forms_leave_open() -> None:
     assert accepts(compiler.compile(own), '{"x": 1}') and not accepts(compiler.compile(own), '{"x": 1, "y": 2}')
     spaces = compiler.compile(StructuredOutputsParams(json=point, whitespace_pattern=" {2}"))
     assert accepts(spaces, '{  "x":  1}') and not accepts(spaces, '{ "x": 1}')
+
+
+@pytest.mark.parametrize(
+    ("form", "path"),
+    [
+        (StructuredOutputsParams(regex="("), "structured_outputs.regex"),
+        (StructuredOutputsParams(json={"type": 5}), "structured_outputs.json"),
+        (StructuredOutputsParams(grammar="start = 'a'"), "structured_outputs.grammar"),
+        (StructuredOutputsParams(structural_tag={"triggers": ["<"]}), "structured_outputs.structural_tag.structures"),
+    ],
+    ids=str,
+)
+def test_an_error_of_the_sandbox_has_the_path_of_the_field(
+    compiler: GrammarCompiler, form: StructuredOutputsParams, path: str
+) -> None:
+    for _ in range(2):  # compiled, and kept
+        with pytest.raises(InvalidRequestError) as caught:
+            compiler.compile(form)
+        assert caught.value.path == path and path not in caught.value.problem

@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from octavo import InvalidRequestError, StructuredOutputsParams
-from octavo.grammar.json_schema import closed
+from octavo.grammar.json_schema import forbid_extra_properties
 from octavo.grammar.sources import make_grammar
 from tests.grammar.byte_matcher import accepts, generate
 from tests.grammar.random_schema import random_schema
@@ -54,19 +54,19 @@ LEFT: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("schema", "wanted"), CLOSED, ids=str)
 def test_objects_that_their_schema_describes_alone_are_closed(schema: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert closed(schema) == wanted
+    assert forbid_extra_properties(schema) == wanted
 
 
 @pytest.mark.parametrize("schema", LEFT, ids=str)
 def test_objects_stay_open_where_more_may_be_named(schema: dict[str, Any]) -> None:
-    assert closed(schema) == schema
+    assert forbid_extra_properties(schema) == schema
 
 
 def test_a_schema_within_itself_is_closed_once() -> None:
     tree: dict[str, Any] = {
         "properties": {"left": {"$ref": "#"}, "right": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}
     }
-    assert closed(tree) == {**tree, "additionalProperties": False}
+    assert forbid_extra_properties(tree) == {**tree, "additionalProperties": False}
 
 
 def test_outputs_are_closed_by_default_and_open_where_a_request_says_so() -> None:

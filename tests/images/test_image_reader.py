@@ -16,6 +16,7 @@ from octavo.images import image_reader
 from octavo.images.image_files import ImageLimits
 from octavo.images.image_reader import ImageReader
 from octavo.images.processors import Gemma3Processor, Qwen2_5_VLProcessor
+from octavo.process.children import Failure
 from octavo.process.sandbox import Sandbox
 from octavo.process.sandbox_process import SandboxAnswer
 from tests.images.image_cases import bomb, file_of, noise, scene
@@ -72,7 +73,7 @@ def test_what_the_sandbox_stops_is_an_error_about_the_image(failure: str, messag
 
 
 def test_what_the_server_lacks_is_not_the_image_s_fault() -> None:
-    answer = msgspec.msgpack.encode((None, "pip install 'octavo[images]'", True))
+    answer = msgspec.msgpack.encode((None, Failure("ConfigError", "pip install 'octavo[images]'")))
     with pytest.raises(ConfigError, match="pip install"):
         image_reader._read("photo", SandboxAnswer(answer))
 

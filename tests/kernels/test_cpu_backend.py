@@ -122,9 +122,10 @@ def test_a_recorded_product_is_the_product(kernels: Any, kind: str | None) -> No
 
 def test_packed_weights_count_their_bytes(kernels: Any) -> None:
     weight, bias = torch.randn(64, 256).bfloat16(), torch.randn(64)
-    assert kernels.pack([weight], bias).nbytes == 64 * 256 * 2 + 64 * 4
-    assert kernels.pack(weight.chunk(2), bias, "int8", gated=True).nbytes == 64 * 256 + 64 * 4 + 64 * 4
-    assert kernels.pack([weight], None, "int4").nbytes == 64 * 256 // 2 + 64 * 256 // 32 * 2
+    assert kernels.pack([weight], bias).packed.nbytes == 64 * 256 * 2 + 64 * 4
+    gated = kernels.pack(weight.chunk(2), bias, "int8", gated=True)
+    assert sum(part.nbytes for part in gated.parts) == 64 * 256 + 64 * 4
+    assert kernels.pack([weight], None, "int4").parts[0].nbytes == 64 * 256 // 2 + 64 * 256 // 32 * 2
 
 
 def test_a_gate_without_an_activation_is_refused(kernels: Any) -> None:

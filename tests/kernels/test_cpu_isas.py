@@ -58,6 +58,24 @@ def test_tiles_come_first_where_they_are_available_and_are_else_not_offered() ->
     assert "amx_bf16" not in floats[1:]
 
 
+@pytest.mark.skipif("EMULATED_CPU_KERNELS" in os.environ, reason="emulated tiles need no permission")
+def test_a_signal_stack_without_room_for_tiles_is_the_reason_not_to_use_them() -> None:
+    if _cpu.amx() != "available":
+        pytest.skip(f"no AMX here: {_cpu.amx()}")
+    script = """
+import ctypes
+class Stack(ctypes.Structure):
+    _fields_ = [("begin", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(8192)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 8192)), None) == 0
+from octavo import _cpu
+print(_cpu.amx(), _cpu.available_isas().floats)
+"""
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert "signal stack" in answer
+    assert "amx_bf16" not in answer
+
+
 def test_both_kinds_may_be_chosen_apart() -> None:
     available = _cpu.available_isas()
     for floats in available.floats:

@@ -33,7 +33,6 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def test_each_head_has_its_own_matrix_and_a_row_its_bits(dtype: torch.dtype, heads: int, n: int, k: int) -> None:
     kernels, weight = torch_facade.make_kernels(), random(heads, n, k, dtype=dtype)
     packed = kernels.pack_heads(weight)
-    assert packed.nbytes >= weight.nbytes
     x = random(150, heads, k + 3, dtype=dtype, seed=1)[:, :, 2 : 2 + k]
     _cpu.set_threads(2)
     out = packed(x)

@@ -385,4 +385,4 @@ def test_inputs_that_no_group_divides_get_8_bits() -> None:
 def test_the_layer_takes_the_memory_of_its_bits() -> None:
     weight = torch.randn(1024, 1024)
     for kind, group, bits in (("int8", None, 8.04), ("int8", 32, 8.51), ("int4", 32, 4.51), ("int4", 128, 4.13)):
-        assert pack_quantized([codes_of(weight, kind, group)]).nbytes * 8 <= bits * weight.numel()
+        assert pack_quantized([codes_of(weight, kind, group)]).parts[0].nbytes * 8 <= bits * weight.numel()

@@ -341,7 +341,6 @@ def test_products(dtype: torch.dtype) -> None:
     expected = x.double() @ weight.double().T + bias.double()
     close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
     packed = KERNELS.pack([weight[:3], weight[3:]], bias)
-    assert packed.nbytes == weight.nbytes + bias.nbytes
     assert packed(x).dtype == dtype
     torch.testing.assert_close(packed(x).double(), expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 2**-7)
     close(packed(x, torch.float32).double(), expected)

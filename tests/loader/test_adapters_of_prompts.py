@@ -123,9 +123,6 @@ def test_changed_files_are_noticed(tmp_path: Path) -> None:
     write(tmp_path / "a", {"prompt_embeddings": np.ones((3, 6), np.float32)})
     with pytest.raises(AdapterError, match="changed on disk after it was loaded"):
         read_prompt_adapter(ref, SIZES)
-    write(tmp_path / "a", {"prompt_embeddings": np.ones((3, 7), np.float32)})
-    with pytest.raises(AdapterError, match=r"has shape \[3, 7\]"):
-        read_prompt_adapter(ref, SIZES)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
@@ -134,7 +131,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="has no adapter_model"):
         check(folder)
     (folder / "adapter_config.json").write_text("[1]")
-    with pytest.raises(AdapterError, match="is no JSON object"):
+    with pytest.raises(AdapterError, match="must hold a JSON object"):
         check(folder)
     assert not is_prompt_adapter(folder) and not is_prompt_adapter(tmp_path / "nowhere")
     assert is_prompt_adapter(write(tmp_path / "b", embeddings(3, 6), peft_type="CPT"))

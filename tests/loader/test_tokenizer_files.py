@@ -220,8 +220,8 @@ def test_a_family_in_files_of_another_is_refused(tmp_path: Path, vocabulary: Voc
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("merges.txt", "#version: 0.2\na\n", "line 2 is not two tokens"),
-        ("merges.txt", "a b c\n", "line 1 is not two tokens"),
+        ("merges.txt", "#version: 0.2\na\n", "'a' is not two tokens"),
+        ("merges.txt", "a b c\n", "'a b c' is not two tokens"),
         ("merges.txt", "never seen\n", "do not fit"),
         ("vocab.json", "[]", "JSON object"),
         ("vocab.json", "{}", "no tokens"),

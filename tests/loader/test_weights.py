@@ -247,7 +247,9 @@ def test_index_that_names_a_pickle_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ["a"]}'])
 def test_broken_index_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(text)
-    with pytest.raises(WeightError, match="is no index"):
+    with pytest.raises(
+        WeightError, match=r"model.safetensors.index.json (is no index|is not readable JSON|must hold a JSON object)"
+    ):
         load(tmp_path)
 
 

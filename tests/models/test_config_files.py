@@ -166,7 +166,7 @@ def test_architecture_from_the_model_type(tmp_path: Path) -> None:
             "'MambaForCausalLM' is not supported: state-space layers are not supported; supported: .*LlamaForCausalLM",
         ),
         ({"architectures": ...}, UnsupportedModelError, "type 'None' is not supported; supported: .*LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act='gelu' is not supported; supported: silu"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, 'hidden_act="gelu" is not supported; supported: "silu"'),
         (
             {"rope_scaling": {"type": "mrope"}},
             UnsupportedModelError,

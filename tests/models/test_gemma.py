@@ -182,8 +182,8 @@ def test_both_spellings_of_two_ropes_mean_the_same(tmp_path: Path) -> None:
     ("error", "words", "changes"),
     [
         (UnsupportedModelError, "use_bidirectional_attention", {"use_bidirectional_attention": True}),
-        (UnsupportedModelError, "'relu'", {"hidden_activation": "relu"}),
-        (UnsupportedModelError, "'gelu'", {"hidden_activation": "gelu"}),
+        (UnsupportedModelError, 'hidden_act="relu"', {"hidden_activation": "relu"}),
+        (UnsupportedModelError, 'hidden_act="gelu"', {"hidden_activation": "gelu"}),
         (UnsupportedModelError, "'linear_attention'", {"layer_types": ["linear_attention"] * 46}),
         (ConfigError, "layer_types must be a list of 46", {"layer_types": ["full_attention"]}),
         (ConfigError, "final_logit_softcapping", {"final_logit_softcapping": 0}),
@@ -207,7 +207,7 @@ def test_gemma3_with_images_has_the_facts_of_both_parts(tmp_path: Path) -> None:
     assert read(tmp_path, without).image_facts is None
     with pytest.raises(ConfigError, match=r"mm_tokens_per_image \(200\)"):
         read(tmp_path, GEMMA3_27B | {"mm_tokens_per_image": 200})
-    with pytest.raises(UnsupportedModelError, match="'clip_vision_model'"):
+    with pytest.raises(UnsupportedModelError, match='model_type="clip_vision_model"'):
         read(tmp_path, GEMMA3_27B | {"vision_config": {"model_type": "clip_vision_model"}})
 
 

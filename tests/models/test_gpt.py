@@ -62,7 +62,7 @@ def test_learned_positions_limit_the_context(zoo: Zoo) -> None:
 def test_cross_attention_is_refused(zoo: Zoo) -> None:
     zoo.save(gpt2_config())
     edit_config(zoo.folder, add_cross_attention=True)
-    with pytest.raises(UnsupportedModelError, match="add_cross_attention is not supported"):
+    with pytest.raises(UnsupportedModelError, match="add_cross_attention=true is not supported"):
         read_model_config(zoo.folder)
 
 

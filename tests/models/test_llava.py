@@ -224,8 +224,8 @@ def test_no_step_reads_the_tower(tmp_path: Path) -> None:
         (ConfigError, "default or full, not 'cls'", {"vision_feature_select_strategy": "cls"}),
         (ConfigError, "1 to 24 or -24 to -1, not -25", {"vision_feature_layer": -25}),
         (UnsupportedModelError, "one layer's number", {"vision_feature_layer": [-2, -5]}),
-        (UnsupportedModelError, "'pixtral'", {"vision_config": {"model_type": "pixtral"}}),
-        (UnsupportedModelError, "'gemma'", {"text_config": {"model_type": "gemma"}}),
+        (UnsupportedModelError, 'model_type="pixtral"', {"vision_config": {"model_type": "pixtral"}}),
+        (UnsupportedModelError, 'model_type="gemma"', {"text_config": {"model_type": "gemma"}}),
         (UnsupportedModelError, "'tanh'", {"projector_hidden_act": "tanh"}),
     ],
 )

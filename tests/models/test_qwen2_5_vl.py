@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from octavo.core.errors import ConfigError, InvalidRequestError
-from octavo.core.request import Feature, ImageInput
+from octavo.core.plan import NewSequence
+from octavo.core.request import Feature, Generate, ImageInput
+from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.interface import Kernels
 from octavo.models.config_files import read_model_config
 from octavo.models.qwen2_5_vl import Qwen25VLConfig
-from octavo.runner.input_batch import RotaryPositions
+from octavo.runner.images import RotaryPositions
+from octavo.runner.input_batch import FlatInputs
 from tests.models.tower_harness import (
     CLIP_PIXELS,
     ImagePrompts,
@@ -104,9 +107,11 @@ class RotatedPrompts(ImagePrompts):
 
     def rotary_positions(self, start: int, end: int) -> np.ndarray:
         rotary = RotaryPositions(1)
-        rotary.add(0, self.features)
-        count, rows = end - start, np.zeros(1, np.int64)
-        return rotary.array(rows, np.array([start]), np.array([0, count]), np.arange(start, end))
+        rotary.add(NewSequence(0, [], 0, 0, Generate(SamplingParams(), 0), features=list(self.features)), 0)
+        offsets = np.array([0, end - start], np.int32)
+        arrays: dict[str, np.ndarray] = {"positions": np.arange(start, end), "query_start_loc": offsets}
+        rotary.add_arrays(FlatInputs(arrays, 0, end, False), np.zeros(1, np.int64), np.array([start]))
+        return arrays["rotary_positions"]
 
 
 @pytest.fixture(scope="module")

@@ -146,6 +146,10 @@ class FakeKernels:
 BLOCKS, HOST_BLOCKS = 14, 10
 
 
+#: Tables of cross attention.
+NO_CONTEXTS = np.zeros((0, 0), np.int32)
+
+
 def tables(*rows: list[int]) -> NDArray[np.int32]:
     """Block tables of one group, as the runner gives them: rows of equal length."""
     longest = max(map(len, rows), default=0)
@@ -216,7 +220,7 @@ class Model:
             plan.table_changes.append(TableChange(number, 0, list(self.tables[number])))
         self.swaps += len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
         self.engine.move(plan)
-        self.engine.computes_over(tables(*self.tables.values()))
+        self.engine.computes_over(tables(*self.tables.values()), NO_CONTEXTS)
         for seq, table in self.tables.items():
             self._compute(seq, list(table), list(self.contents[seq]))
         self.host_free += host_freed
@@ -303,13 +307,13 @@ def test_a_block_travels_beside_the_steps_before_if_none_of_them_uses_where_it_g
     cuda = idle_cuda()
     engine = make(cuda)
     engine.move(plan(blocks_to_copy=[(1, 2)]))
-    engine.computes_over(tables([3, 4], [5]))
+    engine.computes_over(tables([3, 4], [5]), NO_CONTEXTS)
     cuda.queue(lambda: None)
     for used in (1, 2, 3, 4, 5):
         assert not travels_at_once(engine, cuda, 0, used)
         cuda.synchronize()
         engine.move(plan(blocks_to_copy=[(1, 2)]))
-        engine.computes_over(tables([3, 4], [5]))
+        engine.computes_over(tables([3, 4], [5]), NO_CONTEXTS)
         cuda.queue(lambda: None)
     assert travels_at_once(engine, cuda, 0, 6)
     assert not runs_at_once(cuda) or engine._swapped.done, "its own step waits for it"
@@ -319,7 +323,7 @@ def test_a_block_that_is_to_leave_waits_for_the_step_that_writes_it() -> None:
     cuda = idle_cuda()
     engine = make(cuda)
     engine.move(plan())
-    engine.computes_over(tables([3]))
+    engine.computes_over(tables([3]), NO_CONTEXTS)
     cuda.queue(lambda: None)
     engine.move(plan(blocks_to_swap_out=[(3, 0)]))
     stream = cast(Any, engine._stream)

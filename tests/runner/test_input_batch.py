@@ -207,24 +207,3 @@ def test_a_token_past_the_longest_sequence_changes_no_other() -> None:
     batch.fill(batch.advance(inputs, inputs.rows), np.array([8, 9]))
     assert batch.tokens.ids[batch.row(1), :4].tolist() == [1, 2, 3, 4]
     assert batch.tokens.ids[batch.row(2), :4].tolist() == [5, 6, 7, 9]
-
-
-def test_tokens_have_the_slot_of_their_sequence() -> None:
-    batch = InputBatch(max_num_seqs=4, max_model_len=16, block_size=4)
-    for seq_id, slot in ((1, 3), (2, -1)):
-        batch.add(NewSequence(seq_id, [5, 6, 7], 3, 0, GREEDY), slot)
-        batch.change_table(TableChange(seq_id, 0, [seq_id]))
-    batch.fork(1, 4)
-    inputs = batch.build(StepPlan(step=1, seq_ids=[1, 2, 4], num_tokens=[2, 1, 1]))
-    assert inputs.seq_ids == [2, 4, 1]
-    assert inputs.arrays["adapters"].tolist() == [-1, 3, 3, 3]
-    assert inputs.arrays["adapters"].dtype == np.int32
-    assert inputs.has_adapters
-    assert not batch.build(StepPlan(step=2, seq_ids=[2], num_tokens=[1])).has_adapters
-    batch.forget(1)
-    batch.forget(4)
-    row = batch.add(NewSequence(9, [5], 1, 0, GREEDY))
-    assert batch.adapters[row] == -1
-    inputs = batch.build(StepPlan(step=3, seq_ids=[9], num_tokens=[1]))
-    assert inputs.arrays["adapters"].tolist() == [-1]
-    assert not inputs.has_adapters

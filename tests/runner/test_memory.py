@@ -114,14 +114,14 @@ def test_host_blocks_are_left_out_of_what_the_kv_cache_gets(network: Path, monke
 def test_the_cache_has_the_size_that_was_asked_for() -> None:
     asked = options(kv_cache_memory_bytes="64MiB")
     assert asked.kv_cache_memory_bytes == 64 << 20
-    on_gpu = memory.gpu_cache_size(KVLayout.of([(1 << 20, None)], asked, 512), asked, 80 * GIB, 20 * GIB, 10**6)
+    on_gpu = memory.cache_size(KVLayout.of([(1 << 20, None)], asked, 512), asked, 60 * GIB, 10**6, total=80 * GIB)
     assert (on_gpu.num_blocks, on_gpu.max_model_len) == ([64], 64 * 16)
     assert cache_blocks(asked, GIB, 10**6) == [64]
     assert cache_blocks(asked, GIB, 32) == [20], "no more than ten sequences could use"
     with pytest.raises(InsufficientMemoryError, match=r"kv_cache_memory_bytes=67108864 .* is more than the 0.031 GiB"):
         cache_blocks(asked, 32 << 20, 10**6)
     with pytest.raises(InsufficientMemoryError, match=r"more than the 0.031 GiB"):
-        memory.gpu_cache_size(KVLayout.of([(1 << 20, None)], asked, 512), asked, GIB, GIB - (32 << 20), 10**6)
+        memory.cache_size(KVLayout.of([(1 << 20, None)], asked, 512), asked, 32 << 20, 10**6, total=GIB)
     with pytest.raises(InsufficientMemoryError, match=r"needs 0.125 GiB, but kv_cache_memory_bytes=67108864 is"):
         cache_blocks(options(kv_cache_memory_bytes=64 << 20, max_model_len=2048), GIB, 2048)
 
@@ -151,9 +151,9 @@ def test_blocks_that_were_asked_for_and_do_not_fit_are_refused_with_the_figures(
     ):
         cache_blocks(asked, GIB // 2, 10**6)
     layout = KVLayout.of([(1 << 20, None)], asked, 512)
-    assert memory.gpu_cache_size(layout, asked, 2 * GIB, GIB, 10**6).num_blocks == [600]
-    with pytest.raises(InsufficientMemoryError, match=r"only 0.250 GiB are free beside the weights and the largest"):
-        memory.gpu_cache_size(layout, asked, 2 * GIB, 7 * GIB // 4, 10**6)
+    assert memory.cache_size(layout, asked, GIB, 10**6, total=2 * GIB).num_blocks == [600]
+    with pytest.raises(InsufficientMemoryError, match=r"only 0.250 GiB are free beside the weights, the largest"):
+        memory.cache_size(layout, asked, GIB // 4, 10**6, total=2 * GIB)
     with pytest.raises(InsufficientMemoryError, match=r"at most 512 fit"):
         cache_blocks(asked, GIB, 10**6, ((1 << 20, None), (1 << 20, 64)))
     with pytest.raises(InsufficientMemoryError, match=r"num_host_blocks_override=7 takes .* at most 3 fit"):

@@ -37,8 +37,8 @@ from octavo.memory.block_pool import NO_BLOCK
 from octavo.memory.prefix_cache import ContentIndex, positions
 from octavo.scheduler.groups import BeamSearch, Candidates, SequenceGroup
 from octavo.scheduler.preparations import Preparations, PreparationState
-from octavo.scheduler.queues import SchedulingState
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.state import SchedulingState
 from octavo.scheduler.step import Step
 from octavo.speculation.drafter import Drafter
 from octavo.speculation.speculator import Speculator
@@ -865,20 +865,20 @@ def check_preparations(queues: SchedulingState) -> None:
     for pool in queues.preparations.pools.values():
         groups = {gid: {p.key for p in g.preparations if p.kind == pool.kind} for gid, g in queues.groups.items()}
         running = {g.group_id for g in queues.running}
-        for key, thing in pool.by_key.items():
+        by_key = {key: thing for key, thing in queues.preparations.by_key.items() if thing.pool is pool}
+        for key, thing in by_key.items():
             users = {gid for gid, keys in groups.items() if key in keys}
             assert set(thing.waiting) == users - running and thing.num_running == len(users & running)
             assert not thing.num_running or thing.state is PreparationState.READY
             assert users or thing.pinned or thing.state is not PreparationState.WANTED
             assert (key in pool.wanted) == (thing.state is PreparationState.WANTED and bool(thing.waiting))
-        assert all(keys <= set(pool.by_key) for keys in groups.values())
-        in_memory = [t for t in pool.by_key.values() if t.state is not PreparationState.WANTED]
-        assert pool.num_in_memory == len(in_memory)
+        assert all(keys <= set(by_key) for keys in groups.values())
+        in_memory = [t for t in by_key.values() if t.state is not PreparationState.WANTED]
         assert pool.num_preparing == sum(t.state is PreparationState.PREPARING for t in in_memory)
         held = sum(thing.preparation.size for thing in in_memory)
-        assert (pool._held, pool._idle_size) == (held, sum(thing.preparation.size for thing in pool._idle.values()))
+        assert (pool.held, pool.idle_size) == (held, sum(thing.preparation.size for thing in pool.idle.values()))
         assert pool.limits.host is None or held <= pool.limits.host
-        assert pool.limits.idle is None or len(pool._idle) <= pool.limits.idle
+        assert pool.limits.idle is None or len(pool.idle) <= pool.limits.idle
         assert [t for t in pool.slots if t] == [t for t in pool.slots if t and t.state is PreparationState.READY]
 
 

@@ -17,7 +17,7 @@ from octavo.core.sampling_params import SamplingParams
 from octavo.lab.bench.policies.kendall import kendall_tau
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare, Policy, ShortestRemaining, load_policy
-from octavo.scheduler.queues import LaneQueue
+from octavo.scheduler.queue import GroupQueue
 from tests.busy_machine import once_in_three
 from tests.scheduler.virtual_engine import DECODE, PREFILL, STEP, Job, VirtualEngine
 
@@ -65,7 +65,10 @@ class Growing(Policy):
 @given(st.lists(st.tuples(st.sampled_from(["push", "remove", "grow", "peek"]), st.integers(0, 9)), max_size=80))
 def test_the_queue_of_lanes_always_has_the_first_group_first(actions: list[tuple[str, int]]) -> None:
     policy = Growing()
-    queue, present = LaneQueue(policy, None), dict[int, SequenceGroup]()
+    queue, present = (
+        GroupQueue(policy, None, lambda group: [], lambda group: (policy.key(group),)),
+        dict[int, SequenceGroup](),
+    )
     groups = []
     for i in range(10):
         task = Generate(SamplingParams(), 0)

@@ -126,6 +126,24 @@ def test_a_key_that_cannot_be_compared_fails_its_group(value: Any) -> None:
     assert f"scheduling_policy {NAME!r}: key() raised" in str(failed[3])
 
 
+class Flagged(Policy):
+    """Every flag differs from the default."""
+
+    dynamic = uses_targets = uses_clock = preemptive = waiting_keys_grow = True
+    uses_priority = False
+
+    def key(self, group: SequenceGroup) -> int:
+        return 0
+
+
+def test_a_guarded_policy_has_the_flags_of_the_policy() -> None:
+    flags = [name for name, value in vars(Policy).items() if isinstance(value, bool)]
+    assert "uses_clock" in flags
+    guarded = load_policy(f"{__name__}:Flagged")
+    for flag in flags:
+        assert getattr(guarded, flag) == getattr(Flagged, flag) != getattr(Policy, flag), flag
+
+
 def test_what_is_raised_about_no_group_ends_none(caplog: pytest.LogCaptureFixture) -> None:
     Raising.method = "on_step"
     engine = serve()

@@ -187,8 +187,8 @@ def test_a_preempted_group_gives_its_slot_up_and_gets_one_again(batching: str, d
     second = engine.add(request(2, 8, 20, adapter=B))
     while not second.num_preemptions:
         engine.step()
-    pool = engine.scheduler.preparations.pools["lora"]
-    assert pool.by_key["B"].num_running == 0 and [*pool.by_key["B"].waiting] == [2]
+    adapter = engine.scheduler.preparations.by_key["B"]
+    assert adapter.num_running == 0 and [*adapter.waiting] == [2]
     third = engine.add(request(3, 2, 2, adapter=C))
     finish_all(engine)
     assert first.finished and second.finished and third.finished
@@ -286,7 +286,7 @@ def test_a_pin_whose_load_fails_ends() -> None:
     adapters.pin(load(A), A.name)
     engine.add(request(1, 5, 9))
     finish_all(engine)
-    assert not adapters.pools["lora"].by_key
+    assert not adapters.by_key
     adapters.pin(load(B), B.name)
 
 
@@ -347,7 +347,7 @@ def test_plans_and_results_with_adapters_go_through_messages() -> None:
     plan = engine.step()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=type(plan)) == plan
     finish_all(engine)
-    assert engine.scheduler.preparations.pools["lora"].by_key["A"].state is PreparationState.READY
+    assert engine.scheduler.preparations.by_key["A"].state is PreparationState.READY
 
 
 # A thousand adapters, a few of which are asked for most of the time: nothing is lost, and figures of how it goes.

@@ -24,7 +24,7 @@ from octavo.core.request import (
 from octavo.core.sampling_params import SamplingParams
 from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import POLICIES, Policy, load_policy
-from octavo.scheduler.queues import GroupQueue
+from octavo.scheduler.queue import GroupQueue
 from octavo.scheduler.step import Step
 from tests.scheduler.builders import finish, make, request, step
 from tests.scheduler.fake_preparations import adapter_options
@@ -720,7 +720,8 @@ def test_prefill_first_admits_an_aged_prompt_before_later_groups_resume() -> Non
 
 
 def test_a_queue_drops_entries_of_groups_removed_from_its_middle() -> None:
-    queue = GroupQueue(load_policy("sjf"), 60.0)
+    policy = load_policy("sjf")
+    queue = GroupQueue(policy, 60.0, lambda group: [], lambda group: (policy.key(group),))
     groups = [SequenceGroup(request(i, 3, max_tokens=1 + i), i, i, 1000) for i in range(500)]
     for group in groups:
         queue.push(group)

@@ -390,9 +390,9 @@ class Run:
         check_accounting(self.engine)
 
     def waits_for_preparation(self, group: SequenceGroup) -> bool:
-        pools = self.engine.scheduler.preparations.pools
+        by_key = self.engine.scheduler.preparations.by_key
         needs = [p for p in group.preparations if p.kind in ("grammar", "encoder_input", "image")]
-        return any(pools[p.kind].by_key[p.key].state is not PreparationState.READY for p in needs)
+        return any(by_key[p.key].state is not PreparationState.READY for p in needs)
 
     def check_bound(self, before: dict[int, tuple[SequenceGroup, SequenceStatus]], compiling: set[int]) -> None:
         """No later arrival is admitted or kept running before a group that has waited beyond the ageing limit.

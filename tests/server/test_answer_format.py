@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from octavo.core.errors import InvalidRequestError
-from octavo.core.sampling_params import SamplingParams, StructuredOutputsParams
-from octavo.server.answer_format import format_error, read_answer_format, rename_structured_outputs
+from octavo.core.sampling_params import SamplingParams, StructuredOutputsParams, grammar_error
+from octavo.server.answer_format import read_answer_format
 from octavo.server.http.errors import ApiError, as_api_error
 from octavo.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from tests.server.running_server import Running
@@ -96,18 +96,20 @@ def test_a_wrong_form_is_refused_by_the_name_of_its_field(given: dict[str, Any],
     ],
 )
 def test_an_error_of_a_form_names_the_field(given: dict[str, Any], place: str) -> None:
-    error = as_api_error(
-        rename_structured_outputs(InvalidRequestError("structured_outputs.json: no such type"), body(**given))
-    )
-    assert error.param == place and error.message.startswith(place)
+    answer_format = read_answer_format(body(**given))
+    assert answer_format is not None
+    error = InvalidRequestError("no such type", path="structured_outputs.json").renamed(answer_format.names)
+    assert error.field == place and as_api_error(error).param == place
 
 
 def test_errors_of_workers_about_a_form_are_the_requests() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     costly = "the grammar became too costly: lexer error: too many expressions constructed\n<non-verbose/>"
-    assert format_error(costly, params) == f"structured_outputs.regex: {costly.splitlines()[0]}"
-    for error, given in (("the worker has failed", params), (None, params), (costly, SamplingParams())):
-        assert format_error(error, given) is None
+    error = grammar_error(costly, params)
+    assert error is not None
+    assert (error.path, error.problem) == ("structured_outputs.regex", costly.splitlines()[0])
+    for message, given in (("the worker has failed", params), (None, params), (costly, SamplingParams())):
+        assert grammar_error(message, given) is None
 
 
 ROUTES: dict[str, dict[str, Any]] = {

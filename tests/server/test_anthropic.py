@@ -12,8 +12,8 @@ from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent, 
 from anthropic.types.message_count_tokens_params import MessageCountTokensParams
 from pydantic import TypeAdapter
 
-from octavo.server.anthropic import CountTokensRequest, MessagesRequest, chat_body
-from octavo.server.fields import Hint, marks_of
+from octavo.server.anthropic import CountTokensRequest, MessagesRequest, chat_call
+from octavo.server.fields import marks_of
 from tests.server.answers import answer_of, chat_text, named_events
 from tests.server.running_server import Running
 
@@ -206,7 +206,7 @@ def test_the_table_has_every_field_of_anthropic() -> None:
     assert set(TABLE) - set(MessagesRequest.model_fields) == set()
     for name, mark in marks_of(MessagesRequest).items():
         if mark is not None and name in TABLE:
-            assert TABLE[name][0] == (HARMLESS if isinstance(mark, Hint) else REFUSED), name
+            assert TABLE[name][0] == (HARMLESS if mark.is_hint else REFUSED), name
     assert set(CountTokensRequest.model_fields) < set(MessagesRequest.model_fields)
 
 
@@ -250,7 +250,7 @@ def blocks(role: str, *content: Any) -> dict[str, Any]:
         ({"output_config": {"tone": "loud"}}, ["output_config.tone"]),
         ({"metadata": {"tag": "x"}}, ["metadata.tag"]),
         ({"temperature": -1}, ["temperature", "-1"]),
-        ({"messages": [{"role": "user", "content": "a" * 300}]}, ["maximum context length", "shorten the messages"]),
+        ({"messages": [{"role": "user", "content": "a" * 300}]}, ["maximum context length", "messages"]),
         ({"stop_sequences": [""]}, ["stop"]),
         ({"temprature": 1}, ["did you mean temperature?"]),
         ({"top_k": "5"}, ["top_k"]),
@@ -332,5 +332,4 @@ def messages_of(messages: list[Any]) -> list[dict[str, Any]]:
         {"model": "tiny", "max_tokens": 2, "messages": messages}, context={"sees_images": False}
     )
     service: Any = SimpleNamespace()  # of which messages need nothing
-    chat: list[dict[str, Any]] = chat_body(service, body)["messages"]
-    return chat
+    return chat_call(service, body).messages

@@ -1,8 +1,9 @@
-"""Descriptions of the routes, and routes that are made at the first request for one of them."""
+"""The table of routes, and its descriptions."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
 import threading
@@ -12,28 +13,28 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from octavo.config.server_options import ServerOptions
 from octavo.server import page as ui_files
-from octavo.server.app import DeferredRoutes, describe_requests, make_deferred, make_routes
+from octavo.server import status_routes
+from octavo.server.app import api_routes, make_routes
+from octavo.server.http import openapi
 from octavo.server.metrics import Metrics
 from tests.server.running_server import Running
 
 
 def test_the_fields_of_the_page_are_those_of_the_description() -> None:
-    mine = describe_requests()
-    whole = make_routes(ServerOptions(log_requests=False), Metrics("m", lambda: 0)).openapi()
+    app = make_routes(ServerOptions(log_requests=False), Metrics("m", lambda: 0))
+    mine, whole = json.loads(openapi.requests_of_page(app)), openapi.describe(app)
     assert mine["paths"].keys() == set(re.findall(r'route: "([^"]+)"', (ui_files.FOLDER / "requests.js").read_text()))
     for path, methods in mine["paths"].items():
         [(kind, content)] = methods["post"]["requestBody"]["content"].items()
         described = resolved(whole, whole["paths"][path]["post"]["requestBody"]["content"][kind]["schema"])
         fields = {name: field for name, field in described["properties"].items() if name != "file"}
         shown = resolved(mine, content["schema"])["properties"]
-        texts = [{name: field.get("description") for name, field in one.items()} for one in (shown, fields)]
-        assert texts[0] == texts[1]
-        for name in ("temperature", "seed", "response_format"):
-            assert comparable(mine, shown[name]) == comparable(whole, fields[name])
+        shown.pop("file", None)
+        assert expanded(mine, shown) == expanded(whole, fields)
     for name in set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(mine))):
         assert mine["components"]["schemas"][name]
 
@@ -43,14 +44,13 @@ def resolved(description: dict[str, Any], schema: dict[str, Any]) -> Any:
     return description["components"]["schemas"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 
-def comparable(description: dict[str, Any], schema: Any) -> Any:
-    """A schema with those that it refers to, without nulls, which FastAPI leaves out, and bounds as floats."""
+def expanded(description: dict[str, Any], schema: Any) -> Any:
+    """A schema with those that it refers to in their places."""
     if isinstance(schema, list):
-        return [comparable(description, entry) for entry in schema]
+        return [expanded(description, entry) for entry in schema]
     if not isinstance(schema, dict):
-        return float(schema) if type(schema) is int else schema
-    schema = resolved(description, schema)
-    return {name: comparable(description, value) for name, value in schema.items() if value is not None}
+        return schema
+    return {name: expanded(description, value) for name, value in resolved(description, schema).items()}
 
 
 def test_the_page_asks_for_no_description_of_all_routes() -> None:
@@ -62,14 +62,14 @@ def test_the_page_asks_for_no_description_of_all_routes() -> None:
 def test_a_description_is_made_once_and_the_event_loop_goes_on(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_routes(ServerOptions(log_requests=False), Metrics("m", lambda: 0))
     made_in: list[str] = []
-    describe = app.openapi
+    describe = openapi.describe
 
-    def slow() -> dict[str, Any]:
+    def slow(app: Starlette) -> dict[str, Any]:
         made_in.append(threading.current_thread().name)
         time.sleep(0.3)
-        return describe()
+        return describe(app)
 
-    monkeypatch.setattr(app, "openapi", slow)
+    monkeypatch.setattr(openapi, "describe", slow)
 
     async def main() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
@@ -89,15 +89,15 @@ def test_a_description_is_made_once_and_the_event_loop_goes_on(path: str, monkey
 
 def test_a_description_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_routes(ServerOptions(log_requests=False), Metrics("m", lambda: 0))
-    describe, calls = app.openapi, list[int]()
+    describe, calls = openapi.describe, list[int]()
 
-    def fails_once() -> dict[str, Any]:
+    def fails_once(app: Starlette) -> dict[str, Any]:
         calls.append(1)
         if len(calls) == 1:
             raise MemoryError
-        return describe()
+        return describe(app)
 
-    monkeypatch.setattr(app, "openapi", fails_once)
+    monkeypatch.setattr(openapi, "describe", fails_once)
 
     async def main() -> list[int]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
@@ -134,29 +134,18 @@ def test_the_docs_name_every_route_and_field_and_load_nothing(tiny_server: Runni
     )
 
 
-async def hello() -> str:
-    return "hello"
-
-
-def test_routes_are_made_once_by_the_first_of_several_requests() -> None:
-    app, made = FastAPI(), list[str]()
-
-    def make() -> None:
-        made.append("made")
-        app.add_api_route("/a", hello, methods=["POST"])
-        app.add_api_route("/b/{name}", hello)
-
-    DeferredRoutes(app, ["/a"], make)
-    app.add_api_route("/other", hello)
-
-    async def send() -> list[int]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http:
-            first = [(await http.get("/other")).status_code]
-            assert not made
-            answers = await asyncio.gather(*(http.post("/a") for _ in range(5)), http.get("/a"))
-            return first + [answer.status_code for answer in answers]
-
-    assert asyncio.run(send()) == [200, 200, 200, 200, 200, 200, 405]
-    assert made == ["made"]
-    make_deferred(app)
-    assert made == ["made"] and not any(isinstance(route, DeferredRoutes) for route in app.router.routes)
+def test_every_route_names_a_function_and_types_that_exist() -> None:
+    options = ServerOptions(enable_admin_routes=True, enable_lora_routes=True, lora_folder=Path("/"))
+    routes = api_routes(options)
+    for route in routes:
+        assert route.target.call.__doc__ and "request" in inspect.signature(route.target.call).parameters
+        assert (route.answer is None) == (route.path in ("/metrics", "/reset_prefix_cache") or route.is_form)
+        assert route.error is not None or not route.path.startswith("/v1/messages")
+    assert len({(route.method, route.path) for route in routes}) == len(routes)
+    # Whoever changes the server does so by POST, and no page may unless it is allowed by name.
+    changing = [route.path for route in routes if route.method == "POST" and route.target.module is status_routes]
+    assert {route.path for route in routes if route.is_operators} == {*changing} - {
+        "/tokenize",
+        "/detokenize",
+        "/reset_prefix_cache",
+    }

@@ -16,14 +16,16 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import field_validator
+from starlette.applications import Starlette
+from starlette.requests import Request
 
 from octavo.server.fields import Int, RequestModel
-from octavo.server.http.bodies import LARGE, MAX_ENTRIES, MAX_PARTS, BodyRoute, check_size, run_in_thread_if_large
+from octavo.server.http.bodies import LARGE, MAX_ENTRIES, MAX_PARTS, check_size, run_in_thread_if_large
 from octavo.server.http.errors import ApiError, handle_errors
+from octavo.server.http.routing import ApiRoute
 from tests.busy_machine import PATIENCE, held_up
 from tests.server.running_server import Running
 
@@ -78,22 +80,20 @@ class Body(RequestModel):
 validated_in: list[str] = []
 
 
+async def count(request: Request, body: Body) -> dict[str, Any]:
+    worked_in = await run_in_thread_if_large(request, lambda: threading.current_thread().name)
+    return {"tokens": len(body.tokens), "worked_in": worked_in}
+
+
 def answers(*bodies: bytes | dict[str, Any], content_type: str = "application/json") -> list[httpx.Response]:
     """What a route of a ``Body`` answers."""
-    app = FastAPI()
-    app.router.route_class = BodyRoute
+    app = Starlette(routes=[ApiRoute("POST", "/", count)])
     app.state.service = SimpleNamespace(
         llm=SimpleNamespace(max_model_len=100),
         options=SimpleNamespace(unknown_fields="refuse"),
         images=SimpleNamespace(are_seen=False),
     )
     handle_errors(app)
-
-    async def count(request: Request, body: Body) -> dict[str, Any]:
-        worked_in = await run_in_thread_if_large(request, lambda: threading.current_thread().name)
-        return {"tokens": len(body.tokens), "worked_in": worked_in}
-
-    app.add_api_route("/", count, methods=["POST"])
 
     async def post_all() -> list[httpx.Response]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as http:

@@ -15,9 +15,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from octavo.config.server_options import ServerOptions
-from octavo.server.app import HttpProtocol
 from octavo.server.http import connection as listener
-from octavo.server.http.connection import Acceptor, connection_limits, network_of
+from octavo.server.http.connection import Acceptor, HttpProtocol, connection_limits, network_of
 from tests.busy_machine import PATIENCE
 from tests.server.running_server import Running
 

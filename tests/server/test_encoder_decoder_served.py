@@ -79,9 +79,9 @@ def test_a_stream_and_several_choices_and_beams(server: Running) -> None:
 @pytest.mark.parametrize(
     ("prompt", "fields", "message"),
     [
-        ("", {}, "the encoder's prompt is empty"),
+        ("", {}, "encoder_prompt is empty"),
         ("x" * 97, {}, "has 97 tokens, but may have at most 96"),
-        ({"encoder_prompt": ""}, {}, "the encoder's prompt is empty"),
+        ({"encoder_prompt": ""}, {}, "encoder_prompt is empty"),
         ({"encoder_prompt": "a", "other": 1}, {}, "other"),
         ({"decoder_prompt": "a"}, {}, "encoder_prompt"),
         ("abc", {"suffix": "x"}, "suffix is not supported with encoder-decoder models"),
@@ -123,7 +123,7 @@ def test_the_command_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert found[1]["prompt"] == TEXT and found[1]["prompt_token_ids"] == [1]
     assert len(found[2]["outputs"]) == 4
     assert "decoder_prompt needs encoder_prompt" in found[3]["error"]
-    assert "the encoder's prompt is empty" in found[4]["error"]
+    assert "encoder_prompt is empty" in found[4]["error"]
     assert found[5]["summary"]["failed"] == 2
 
 

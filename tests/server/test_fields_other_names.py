@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.core.errors import InvalidRequestError
 from octavo.server.answer_format import read_answer_format
 from octavo.server.anthropic import MessagesRequest
 from octavo.server.http.errors import ApiError
@@ -117,9 +118,9 @@ def test_a_form_may_be_given_under_several_names(fields: dict[str, Any]) -> None
     ids=str,
 )
 def test_forms_that_differ_are_refused_by_their_names(fields: dict[str, Any]) -> None:
-    with pytest.raises(ApiError) as error:
+    with pytest.raises(InvalidRequestError) as error:
         read_answer_format(chat(**fields))
-    assert all(name in error.value.message for name in fields)
+    assert error.value.path in fields and all(name in error.value.problem for name in fields)
 
 
 @pytest.fixture(scope="module")

@@ -177,7 +177,7 @@ def test_openai_client(server: Running, llm: LLM) -> None:
         assert further.usage is not None and further.usage.input_tokens > len(expected[0])
         items = client.responses.input_items.list(response.id)
         assert items.data[0].content[0].image_url == data_url(A)  # type: ignore[union-attr, index]
-        with pytest.raises(openai.BadRequestError, match="the image"):
+        with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.content\[\d\]\.image_url"):
             bad: Any = {"role": "user", "content": [image_part(b"nothing")]}
             client.chat.completions.create(model="eyes", messages=[bad], **WHAT)
 
@@ -194,7 +194,7 @@ def test_anthropic_client(server: Running) -> None:
         counted = client.messages.count_tokens(model="eyes", messages=messages)
         assert counted.input_tokens == expected["usage"]["prompt_tokens"]
         source["data"] = base64.b64encode(file_of(A)[:100]).decode()
-        with pytest.raises(anthropic.BadRequestError, match="the image"):
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[\d\]\.image_url"):
             client.messages.create(model="eyes", messages=messages, max_tokens=8)
         messages[0]["content"][0] = {"type": "image", "source": {"type": "url"}}
         with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]\.source\.url"):
@@ -215,16 +215,16 @@ def animated() -> bytes:
 @pytest.mark.parametrize(
     ("image", "message"),
     [
-        (bomb(), "the image has 100000 x 100000 pixels; at most 67108864 in all are taken"),
-        (file_of(noise(64, 64))[:2000], "the image is damaged or cut off"),
-        (animated(), "the image is animated"),
-        (b"%PDF-1.7 " + bytes(50), "the image is no image that can be decoded"),
-        (b"", "the image is empty"),
+        (bomb(), "image_url has 100000 x 100000 pixels; at most 67108864 in all are taken"),
+        (file_of(noise(64, 64))[:2000], "image_url is damaged or cut off"),
+        (animated(), "image_url is animated"),
+        (b"%PDF-1.7 " + bytes(50), "image_url is no image that can be decoded"),
+        (b"", "image_url is empty"),
         (file_of(noise(1, 300)), "300 x 1 pixels is too long"),
-        ("data:image/png;base64,####", "the image is not valid base64"),
-        ("data:text/plain,hello", "the image must begin as data:image/png;base64,"),
+        ("data:image/png;base64,####", "image_url is not valid base64"),
+        ("data:text/plain,hello", "image_url must begin as data:image/png;base64,"),
         ("file:///etc/passwd", "must be a URL that begins with http://, https:// or data:"),
-        ("data:image/png;base64," + "A" * (20 << 20), "the image has about 15728640 bytes; at most 3145728 are taken"),
+        ("data:image/png;base64," + "A" * (20 << 20), "image_url has about 15728640 bytes; at most 3145728 are taken"),
         ("http://169.254.169.254/latest/meta-data", "has an address that is not public"),
         ("http://localhost:1/", "is not public|there is no connection"),
     ],
@@ -269,7 +269,7 @@ def refusal_text(answer: httpx.Response) -> str:
 
 def test_one_bad_image_among_several_is_named(server: Running) -> None:
     message = refusal(chat(server, image_part(A), image_part(b"nothing"), image_part(B)))
-    assert message.startswith("image 2 ")
+    assert message.startswith("messages[0].content[1].image_url ")
 
 
 def test_a_body_that_is_too_large_is_refused_by_its_length(server: Running) -> None:

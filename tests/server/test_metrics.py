@@ -27,10 +27,8 @@ from octavo.engine.replicas import ReplicaState
 from octavo.grammar.compiler import GrammarCompiler
 from octavo.process.sandbox import Sandbox
 from octavo.server import metrics as server_metrics
-from octavo.server import pooling as pooling_observer
 from octavo.server.logging import Tracer
 from octavo.server.metrics import Metrics, RequestObserver
-from octavo.server.pooling import PoolingObserver
 from tests.busy_machine import once_in_three
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "dashboards" / "grafana.json"
@@ -69,8 +67,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the metrics of requests read in place of the time."""
     clock = Clock()
-    for module in (server_metrics, pooling_observer):
-        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(server_metrics, "time", types.SimpleNamespace(monotonic=clock))
     return clock
 
 
@@ -174,12 +171,13 @@ def test_a_request_of_which_only_the_end_is_seen(clock: Clock) -> None:
 def test_vectors_and_scores_are_requests_and_are_told_apart_by_task(clock: Clock) -> None:
     metrics, now = Metrics("m"), clock.now
     for task, adapter in (("embed", None), ("embed", "a"), ("classify", None)):
-        with PoolingObserver(metrics, task, adapter) as observer:
-            observer.update(pooled(arrival_time=now - 1.0, first_scheduled_time=now - 0.75), "length")
-    with PoolingObserver(metrics, "embed") as observer:
-        observer.update(pooled(), "error")
-    with pytest.raises(KeyError), PoolingObserver(metrics, "embed"):
-        raise KeyError
+        observer = RequestObserver(metrics, adapter, task)
+        observer.update(pooled(arrival_time=now - 1.0, first_scheduled_time=now - 0.75), "length")
+        observer.close()
+    observer = RequestObserver(metrics, task="embed")
+    observer.update(pooled(), "error")
+    observer.close()
+    RequestObserver(metrics, task="embed").close()
     found = samples(metrics)
     assert [found[f"octavo_requests_finished_total{{reason={reason}}}"] for reason in ("stop", "error", "abort")] == [
         3,
@@ -366,8 +364,8 @@ def test_the_dashboard_reads_every_metric_and_none_that_does_not_exist() -> None
     drafts = SpeculationStats(10, 40, 16, [8, 5, 3, 0], 1)
     metrics.log(msgspec.structs.replace(STEP, groups=groups, adapters=AdapterStats(), speculation=drafts))
     RequestObserver(metrics, "adapter").update(output([1], ["stop"]))
-    with PoolingObserver(metrics, "embed") as observer:
-        observer.update(pooled(), "length")
+    observer = RequestObserver(metrics, task="embed")
+    observer.update(pooled(), "length")
     metrics.http_started()
     metrics.http_finished("/health", 200)
     metrics.replica_states = lambda: [ReplicaState(0, "ready", 1, 0, 2)]
@@ -473,8 +471,8 @@ def test_spans_of_a_vector() -> None:
     exporter = InMemorySpanExporter()
     tracer, now = Tracer("m", exporter=exporter), time.monotonic()
     done = pooled(arrival_time=now - 1, first_scheduled_time=now - 0.9, finished_time=now)
-    with PoolingObserver(Metrics("m"), "embed") as observer:
-        observer.update(done, "length")
+    observer = RequestObserver(Metrics("m"), task="embed")
+    observer.update(done, "length")
     tracer.record(done, observer)
     tracer.shutdown()
     spans = {span.name: span for span in exporter.get_finished_spans()}

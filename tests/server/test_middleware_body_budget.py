@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.config.sources import resolve_server_options
 from octavo.server.http.errors import ApiError
-from octavo.server.http.middleware import BodyBudget, BodyLimitMiddleware, make_budget
+from octavo.server.http.middleware import BodyBudget, BodyLimitMiddleware, HeldBody, make_budget
 from tests.busy_machine import PATIENCE, eventually
 from tests.server.running_server import Running, Serve
 
@@ -30,21 +30,21 @@ ADDRESS = "127.0.0.1"
 
 def test_a_budget_counts_bodies_by_client_and_in_all() -> None:
     budget = BodyBudget(100, 60)
-    first, second = budget.open("a"), budget.open("a")
+    first, second = HeldBody(budget, "a"), HeldBody(budget, "a")
     first.grow_to(40)
     second.grow_to(20)
     with pytest.raises(ApiError) as caught:
         second.grow_to(21)
     assert (caught.value.status, caught.value.headers["Retry-After"]) == (429, "1")
     assert (budget.total, second.size) == (60, 20)
-    other = budget.open("b")
+    other = HeldBody(budget, "b")
     other.grow_to(40)
     other.grow_to(10)  # never less, while both forms of it exist
     with pytest.raises(ApiError) as caught:
         other.grow_to(41)
     assert (caught.value.status, caught.value.headers["Retry-After"]) == (503, "1")
     with pytest.raises(ApiError):
-        other.check(41)
+        budget.check("b", 1)
     first.release()
     first.release()
     other.grow_to(60)
@@ -58,7 +58,7 @@ def test_threads_count_together() -> None:
 
     def work() -> None:
         for _ in range(2000):
-            held = budget.open("a")
+            held = HeldBody(budget, "a")
             for size in range(1, 5):
                 held.grow_to(size)
             held.release()

@@ -159,7 +159,7 @@ def test_what_a_model_lacks_is_refused_by_name(
 
 def test_a_model_that_generates_may_be_told_to_embed_alone(serve: Callable[..., Running]) -> None:
     server = serve("--task", "embed", "--served-model-name", "tiny")
-    refused(server, "/v1/completions", {"prompt": "a"}, "model", "'tiny'", "cannot generate text")
+    refused(server, "/v1/completions", {"prompt": "a"}, "model", "cannot generate text")
     with server.http() as http:
         assert http.get("/v1/models").json()["data"][0]["tasks"] == ["embed", "token_embed", "score"]
         ranked = http.post("/v1/rerank", json={"query": "a", "documents": ["b", "a"]}).json()["results"]

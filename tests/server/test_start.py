@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import psutil
 import pytest
 
 from octavo.config.server_options import ServerOptions
-from octavo.server.http.connection import answers_while_loading
+from octavo.server.http.connection import Server, StartingApp
 from octavo.server.serve import listening_socket
 from tests.busy_machine import eventually
 from tests.server.running_server import TINY, running
@@ -33,39 +35,46 @@ def free_port() -> int:
         return port
 
 
+@asynccontextmanager
+async def starting(options: ServerOptions) -> AsyncIterator[StartingApp]:
+    """A server whose model loads."""
+    app = StartingApp()
+    server = Server(app, options)
+    with listening_socket(options) as sock:
+        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        try:
+            yield app
+        finally:
+            server.should_exit = True
+            await serving
+
+
 def test_every_request_is_answered_with_503_and_the_progress_while_the_model_loads() -> None:
     options = ServerOptions(port=free_port())
     url = f"http://127.0.0.1:{options.port}"
-
     of_anthropic: list[httpx.Response] = []
 
     async def scenario() -> list[httpx.Response]:
-        with listening_socket(options) as sock:
-            async with answers_while_loading(sock, options), httpx.AsyncClient(base_url=url) as http:
-                logging.getLogger("octavo.loader").warning("loading weights: %d %%", 40)
-                logging.getLogger("octavo.server").warning("a path that nobody shall see")
-                body = {"messages": [{"role": "user", "content": "hi" * 100_000}]}
-                answers = [
-                    await http.get("/health"),
-                    await http.post("/v1/chat/completions", json=body),
-                    *await asyncio.gather(*(http.head("/") for _ in range(20))),
-                ]
-                for path in ("/v1/messages", "/v1/messages/count_tokens"):
-                    of_anthropic.append(await http.post(path, json=body))
-                # A client that says nothing holds nobody up.
-                _, writer = await asyncio.open_connection("127.0.0.1", options.port)
-                answers.append(await http.get("/health"))
-                writer.close()
-            # The socket still listens: a connection waits for the server.
-            sock.setblocking(False)
+        async with starting(options), httpx.AsyncClient(base_url=url) as http:
+            logging.getLogger("octavo.loader").warning("loading weights: %d %%", 40)
+            logging.getLogger("octavo.server").warning("a path that nobody shall see")
+            body = {"messages": [{"role": "user", "content": "hi" * 100_000}]}
+            answers = [
+                await http.get("/health"),
+                await http.post("/v1/chat/completions", json=body),
+                *await asyncio.gather(*(http.head("/") for _ in range(20))),
+            ]
+            for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                of_anthropic.append(await http.post(path, json=body))
+            # A client that says nothing holds nobody up.
             _, writer = await asyncio.open_connection("127.0.0.1", options.port)
-            connection, _ = await asyncio.get_running_loop().sock_accept(sock)
-            connection.close()
+            answers.append(await http.get("/health"))
             writer.close()
             return answers
 
     for answer in asyncio.run(scenario()):
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert answer.headers["connection"] == "close"
         if answer.request.method != "HEAD":
             error = answer.json()["error"]
             assert error["code"] == "loading" and "loading weights: 40 %" in error["message"]
@@ -77,14 +86,27 @@ def test_every_request_is_answered_with_503_and_the_progress_while_the_model_loa
         assert "loading weights: 40 %" in body["error"]["message"]
 
 
+def test_a_body_that_is_never_complete_gets_its_answer_while_the_model_loads() -> None:
+    options = ServerOptions(port=free_port())
+
+    async def scenario() -> bytes:
+        async with starting(options):
+            reader, writer = await asyncio.open_connection("127.0.0.1", options.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+            answer = await reader.readuntil(b"}}")
+            writer.close()
+            return answer
+
+    assert asyncio.run(scenario()).startswith(b"HTTP/1.1 503")
+
+
 def test_browsers_see_a_page_that_asks_again_while_the_model_loads() -> None:
     options = ServerOptions(port=free_port())
 
     async def scenario() -> httpx.Response:
-        with listening_socket(options) as sock:
-            async with answers_while_loading(sock, options), httpx.AsyncClient() as http:
-                logging.getLogger("octavo.loader").warning("loading weights: <40> %s", "%")
-                return await http.get(f"http://127.0.0.1:{options.port}/", headers={"accept": "text/html,*/*"})
+        async with starting(options), httpx.AsyncClient() as http:
+            logging.getLogger("octavo.loader").warning("loading weights: <40> %s", "%")
+            return await http.get(f"http://127.0.0.1:{options.port}/", headers={"accept": "text/html,*/*"})
 
     answer = asyncio.run(scenario())
     assert answer.status_code == 503 and answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -92,27 +114,26 @@ def test_browsers_see_a_page_that_asks_again_while_the_model_loads() -> None:
     assert answer.headers["content-security-policy"] == "default-src 'none'"
 
 
-@pytest.mark.parametrize("turns", range(1, 5))
-def test_a_connection_that_comes_as_the_server_takes_over_is_answered(turns: int) -> None:
+def test_a_connection_that_was_open_before_is_answered_by_the_routes() -> None:
     options = ServerOptions(port=free_port())
 
-    async def scenario() -> bytes:
-        with listening_socket(options) as sock:
-            async with answers_while_loading(sock, options):
-                client = socket.create_connection(("127.0.0.1", options.port))
-                client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-                for _ in range(turns):  # of the event loop, in one of which the connection is accepted
-                    await asyncio.sleep(0)
-            sock.setblocking(False)
-            client.settimeout(PATIENCE)
-            with client:
-                try:  # not accepted yet: it is the server's
-                    sock.accept()[0].close()
-                except BlockingIOError:
-                    return await asyncio.to_thread(client.recv, 100)
-        return b"HTTP/1.1 503"
+    async def routes(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204})
+        await send({"type": "http.response.body", "body": b""})
 
-    assert asyncio.run(scenario()).startswith(b"HTTP/1.1 503")
+    async def scenario() -> bytes:
+        async with starting(options) as app:
+            reader, writer = await asyncio.open_connection("127.0.0.1", options.port)
+            writer.write(b"GET /health HTTP/1.1\r\n")
+            async with httpx.AsyncClient() as http:
+                assert (await http.get(f"http://127.0.0.1:{options.port}/health")).status_code == 503
+            app.open(routes)
+            writer.write(b"Host: a\r\nConnection: close\r\n\r\n")
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+    assert asyncio.run(scenario()).startswith(b"HTTP/1.1 204")
 
 
 def test_a_server_answers_from_its_first_moment_and_its_address_is_taken_by_then(
@@ -173,7 +194,7 @@ def test_the_profile_says_when_each_process_did_what(tiny_model: Path, tmp_path:
     assert [*texts] == ["server", "engine core", "worker 0", "worker 1"]
     assert begins["server"] == 0 <= begins["engine core"] <= begins["worker 0"]
     for name, phase, package in (
-        ("server", "imports of the HTTP server", "fastapi"),
+        ("server", "imports of the routes", "starlette"),
         ("engine core", "imports", "octavo.scheduler"),
         ("worker 1", "reading and packing weights", "octavo.runner"),
     ):
@@ -185,6 +206,8 @@ def test_an_idle_server_is_small(tiny_model: Path, tmp_path: Path) -> None:
     with running(tiny_model, tmp_path / "log", *TINY) as server:
         with server.http() as http:
             http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1})
+        # The front end does without the modules of the engine core.
+        assert not any("numpy" in mapped.path for mapped in psutil.Process(server.process.pid).memory_maps())
 
         def megabytes() -> list[float]:
             return [psutil.Process(pid).memory_info().rss / 2**20 for pid in (server.process.pid, server.core_pid())]

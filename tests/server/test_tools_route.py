@@ -272,7 +272,7 @@ def test_answers_are_those_of_the_openai_api(http: httpx.Client) -> None:
         ({"tools": [tool("a", {"required": "x"})]}, "tools", "parameters.required"),
         ({"tools": [tool("a", "x")]}, "tools", "tools[0].function.parameters"),
         ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools", "tools[0].custom.name"),
-        ({"tools": [{"type": "web_search", "function": {"name": "a"}}]}, "tools", "tools[0].type 'web_search'"),
+        ({"tools": [{"type": "web_search", "function": {"name": "a"}}]}, "tools", "tools[0].type: 'web_search'"),
         ({"tools": [{**tool("a", {}), "defer_loading": True}]}, "tools", "tools[0].defer_loading"),
         ({"tools": [tool(f"f{i}", {}) for i in range(129)]}, "tools", "at most 128"),
         ({"tools": [tool("a", {"properties": {"x": {"pattern": "("}}})], "tool_choice": "required"}, "tools",

@@ -179,3 +179,10 @@ def test_it_is_seen_when_drafts_begin_to_pay_and_new_sequences_are_tried() -> No
         waiting.observe(True, 0.0, 0.2)
     waiting.begin()
     assert waiting.waits
+
+
+def test_workers_may_spend_time_on_drafts_that_are_all_empty() -> None:
+    lengths = DraftLengths(4)
+    lengths.observe_drafting(2, 0, 0.1, 0, 0.0)
+    lengths.observe_drafting(2, 4, 0.4, 0, 0.0)
+    assert lengths._drafting.pass_seconds(2) == pytest.approx(0.1)

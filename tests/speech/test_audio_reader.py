@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from octavo.core.errors import AudioError, ClientLimitError, ConfigError
+from octavo.process.children import Failure
 from octavo.process.sandbox import Sandbox
 from octavo.process.sandbox_process import SandboxAnswer
 from octavo.speech import audio_reader
@@ -103,7 +104,7 @@ def test_what_the_sandbox_stops_is_an_error_about_the_recording(failure: str, pr
 
 
 def test_what_the_server_lacks_is_not_the_recordings_fault() -> None:
-    answer = msgspec.msgpack.encode((None, "pip install it", True))
+    answer = msgspec.msgpack.encode((None, Failure("ConfigError", "pip install it")))
     with pytest.raises(ConfigError, match="pip install it"):
         audio_reader._read("talk", SandboxAnswer(answer))
 

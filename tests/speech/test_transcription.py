@@ -185,7 +185,7 @@ def test_a_language_may_be_said_and_translated() -> None:
         (KNOWN, {"language": "de"}, "language must be 'en', not 'de': the model is English"),
         (KNOWN, {"task": "translate"}, "needs a multilingual model"),
         (MULTILINGUAL, {"language": "french"}, "'french' is none of the model's: en, de, ja"),
-        (MULTILINGUAL, {"language": "klingon"}, "language 'klingon' is not known"),
+        (MULTILINGUAL, {"language": "klingon"}, "language: 'klingon' is not known"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused(known: Any, params: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ import yaml
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sources import parse_option, resolve_config
 from octavo.core.errors import ConfigError
-from octavo.core.request import FOREIGN_OPTIONS, OTHER_NAMES
+from octavo.core.foreign import FOREIGN_OPTIONS, OTHER_NAMES
 
 #: vLLM's short flags.
 _SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
@@ -30,7 +30,7 @@ def _defaults() -> dict[str, Any]:
         name: None if field.is_required() else field.get_default(call_default_factory=True)
         for name, field in EngineConfig.model_fields.items()
     }
-    others = {name: next(iter(option.accepted), None) for name, option in FOREIGN_OPTIONS.items()}
+    others = {name: option.default for name, option in FOREIGN_OPTIONS.items()}
     return {**own, **others, **dict.fromkeys(OTHER_NAMES), "profiler_config": None}
 
 

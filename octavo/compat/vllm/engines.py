@@ -18,6 +18,7 @@ from octavo.compat.vllm.engine_args import non_default_options
 from octavo.compat.vllm.helpers import BatchProcessors, Metric, RequestFigures, VllmConfig, split_processors
 from octavo.config.sources import resolve_config
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.foreign import FOREIGN
 from octavo.core.model_config import model_tasks
 from octavo.core.outputs import POOLING_TASKS, Pooled, PoolingKind, PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.core.outputs import PoolingParams as OctavoPoolingParams
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
 _KINDS: dict[str, PoolingKind] = {"CLS": "cls", "LAST": "last", "MEAN": "mean"}
 #: Former names of ``use_activation``.
 _ACTIVATIONS = ("normalize", "softmax", "activation")
-_NO_STEPS = "all tokens get scores (token_classify)"
-_NO_CHUNKS = "a text is computed as a whole"
-_NO_CALIBRATION = "class scores are as the model's files say"
 _FORMER_TASKS = {"embedding": "embed", "reward": "auto"}
 
 
@@ -62,7 +60,7 @@ class PoolingParams(OctavoPoolingParams, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         try:
             self.use_activation = _activation(self)
-            _refuse(self, {"step_tag_id": _NO_STEPS, "returned_token_ids": _NO_STEPS, "extra_kwargs": "there is none"})
+            _refuse(self, "PoolingParams")
         except ConfigError as e:
             raise InvalidRequestError(str(e)) from None
         for name in (*_ACTIVATIONS, "skip_reading_prefix_cache", "output_kind", "extra_kwargs"):
@@ -99,9 +97,7 @@ class PoolerConfig:
 
     def apply(self, pooling: PoolingInputs) -> OctavoPoolingParams:
         """Sets the model's pooling; returns the defaults of requests. Refuses unsupported fields."""
-        _refuse(self, {"enable_chunked_processing": _NO_CHUNKS, "max_embed_len": _NO_CHUNKS})
-        _refuse(self, dict.fromkeys(("logit_mean", "logit_sigma", "logit_bias", "logit_scale"), _NO_CALIBRATION))
-        _refuse(self, {"step_tag_id": _NO_STEPS, "returned_token_ids": _NO_STEPS})
+        _refuse(self, "PoolerConfig")
         for name in ("pooling_type", "seq_pooling_type", "tok_pooling_type"):
             kind = getattr(self, name)
             if kind is None or (name != "seq_pooling_type" and kind == "ALL"):
@@ -195,10 +191,10 @@ def _activation(config: Any) -> bool | None:
     return next(iter(values.values()), None)
 
 
-def _refuse(config: Any, reasons: Mapping[str, str]) -> None:
-    for name, reason in reasons.items():
+def _refuse(config: Any, place: str) -> None:
+    for name, meaning in FOREIGN[place].items():
         if getattr(config, name):
-            raise ConfigError(f"{name} must be left out, not {getattr(config, name)!r}: {reason}")
+            raise ConfigError(f"{name} must be left out, not {getattr(config, name)!r}: {meaning.reason}")
 
 
 _PAIRS = "pairs have the form that the model's tokenizer gives them, or the prompt that Qwen3-Reranker is trained with"
@@ -467,7 +463,7 @@ class LLM(_VllmEngine, OctavoLLM):  # type: ignore[misc]  # metrics have vLLM's 
     ) -> list[PoolingRequestOutput]:
         """Octavo's ``score``; refuses a ``chat_template``."""
         if chat_template is not None:
-            raise InvalidRequestError(f"chat_template must be None in score: {_PAIRS}")
+            raise InvalidRequestError(f"must be None in score: {_PAIRS}", path="chat_template")
         return super().score(data_1, data_2, **_with_truncation(keywords))
 
 

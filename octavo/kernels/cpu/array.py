@@ -51,11 +51,9 @@ class CpuArray:
     def numpy(self) -> np.ndarray:
         """The values, over the same memory."""
         size = self.dtype.itemsize
-        extent = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
-        count = extent * size if 0 not in self.shape else 0
-        interface = {"data": (self.address, False), "shape": (count,), "typestr": "|u1", "version": 3}
-        flat = np.asarray(_Memory(self.owner, interface)).view(self.dtype.numpy)
-        return np.lib.stride_tricks.as_strided(flat, self.shape, [stride * size for stride in self.strides])
+        strides = tuple(stride * size for stride in self.strides)
+        interface = {"data": (self.address, False), "shape": self.shape, "strides": strides, "typestr": f"|V{size}"}
+        return np.asarray(_Memory(self.owner, {**interface, "version": 3})).view(self.dtype.numpy)
 
     @property
     def is_contiguous(self) -> bool:
@@ -73,31 +71,13 @@ class CpuArray:
     def __getitem__(self, index: Any) -> CpuArray:
         """A view of integers, slices with step 1, and None."""
         items = index if isinstance(index, tuple) else (index,)
-        offset, shape, strides, dim = 0, [], [], 0
         for item in items:
-            if item is None:
-                shape.append(1)
-                strides.append(0)
-                continue
-            size, stride = self.shape[dim], self.strides[dim]
             if isinstance(item, slice):
-                start, stop, step = item.indices(size)
-                if step != 1:
-                    raise UnrecordableError(f"a view of an array cannot have the step {step}")
-                shape.append(max(0, stop - start))
-                strides.append(stride)
-            elif isinstance(item, int):
-                start = item + size if item < 0 else item
-                if not 0 <= start < size:
-                    raise IndexError(f"index {item} is out of range: the dimension has {size}")
-            else:
+                if item.step not in (None, 1):
+                    raise UnrecordableError(f"a view of an array cannot have the step {item.step}")
+            elif item is not None and not isinstance(item, int):
                 raise UnrecordableError(f"{type(item).__name__} is no index of a view; rows are taken by Kernels")
-            offset += start * stride
-            dim += 1
-        shape += self.shape[dim:]
-        strides += self.strides[dim:]
-        address = self.address + offset * self.dtype.itemsize
-        return CpuArray(self.owner, address, tuple(shape), self.dtype, tuple(strides))
+        return self._like(self.numpy()[(*items, ...)])
 
     def reshape(self, *shape: int) -> CpuArray:
         """A view in another shape; -1 stands for one size.
@@ -105,14 +85,16 @@ class CpuArray:
         Raises:
             UnrecordableError: it would need a copy.
         """
-        total, rest = math.prod(self.shape), math.prod(n for n in shape if n != -1)
-        new = tuple(total // max(1, rest) if n == -1 else n for n in shape)
-        if math.prod(new) != total:
-            raise ValueError(f"an array of shape {list(self.shape)} cannot have the shape {list(shape)}")
-        strides = _contiguous_strides(new) if self.is_contiguous else _strides_of_view(self.shape, self.strides, new)
-        if strides is None:
-            raise UnrecordableError(f"an array of strides {list(self.strides)} has no view of shape {list(new)}")
-        return CpuArray(self.owner, self.address, new, self.dtype, strides)
+        values = self.numpy()
+        view = values.reshape(shape)
+        if view.size and not np.may_share_memory(view, values):
+            raise UnrecordableError(f"an array of strides {list(self.strides)} has no view of shape {list(shape)}")
+        return self._like(view)
+
+    def _like(self, view: np.ndarray) -> CpuArray:
+        """The array of a view of this one's values."""
+        strides = tuple(stride // self.dtype.itemsize for stride in view.strides)
+        return CpuArray(self.owner, view.__array_interface__["data"][0], view.shape, self.dtype, strides)
 
     def __repr__(self) -> str:
         return f"CpuArray({list(self.shape)}, {self.dtype.value})"
@@ -131,31 +113,6 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= n
     return tuple(reversed(strides))
-
-
-def _strides_of_view(shape: Sequence[int], strides: Sequence[int], new: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of a view in another shape; None if it needs a copy."""
-    # Runs of dimensions without a gap between them: (numbers, stride of the last).
-    runs: list[tuple[int, int]] = []
-    for n, stride in zip(shape, strides, strict=True):
-        if n == 1:
-            continue
-        if runs and runs[-1][1] == n * stride:
-            runs[-1] = runs[-1][0] * n, stride
-        else:
-            runs.append((n, stride))
-    out: list[int] = []
-    for n in reversed(new):
-        if n == 1:
-            out.append(0)
-            continue
-        if not runs or runs[-1][0] % n:
-            return None
-        count, stride = runs.pop()
-        out.append(stride)
-        if count > n:
-            runs.append((count // n, stride * n))
-    return tuple(reversed(out))
 
 
 # ``octavo._cpu``, whose operations take arrays by address: callers keep them alive.

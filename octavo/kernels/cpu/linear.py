@@ -113,10 +113,6 @@ class CpuDenseWeight(CpuWeight):
     def _operation(self, *arguments: Any) -> Any:
         return cpu.linear(self.packed, *arguments)
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.packed.nbytes)
-
 
 class CpuQuantizedWeight(CpuWeight):
     """Quantised matrices with the same input; each may have another format."""
@@ -137,10 +133,6 @@ class CpuQuantizedWeight(CpuWeight):
 
     def _operation(self, *arguments: Any) -> Any:
         return cpu.linear_quant(self.parts, *arguments, address(self.bias), self.gated)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts) + (0 if self.bias is None else self.bias.nbytes)
 
 
 def _with_contiguous_rows(matrix: np.ndarray) -> np.ndarray:
@@ -180,10 +172,6 @@ class CpuHeads(PackedHeads):
         matrices = ((array.address, *array.strides[:2], DTYPES[array.dtype]) for array in (x, out))
         return cpu.head_products(self._heads, *itertools.chain(*matrices))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(int(head.nbytes) for head in self._heads)
-
 
 class CpuExperts(PackedExperts):
     def __init__(self, runner: OpRunner, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]) -> None:
@@ -210,27 +198,11 @@ def _expert_matrix(weight: PackedWeight) -> Any:
 # Low-rank products; see csrc/cpu/bind_lora.cpp.
 
 
-class CpuAdapters(Adapters):
-    def __init__(self, runner: OpRunner) -> None:
-        super().__init__()
-        self.runner = runner
-
-    def _take(self, slots: CpuArray, rows: CpuArray) -> CpuArray:
-        return CpuArray.over(slots.numpy()[rows.numpy()])
-
-    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> CpuLowRank:
-        return CpuLowRank(self, shape, sampled=sampled)
-
-    def make_low_rank_embedding(self, shape: LowRankShape) -> CpuLowRankEmbedding:
-        return CpuLowRankEmbedding(self, shape)
-
-
 class CpuLowRank(LowRank):
     """An operation that does nothing in steps without adapters."""
 
     def __init__(self, adapters: CpuAdapters, shape: LowRankShape, *, sampled: bool = False) -> None:
-        super().__init__(shape)
-        self._adapters, self._sampled = adapters, sampled
+        super().__init__(adapters, shape, sampled=sampled)
         self._held = cpu.LowRankSlots(shape.slots)
 
     def pack(self, parts: Sequence[LowRankPart | None]) -> Any:
@@ -262,8 +234,7 @@ class CpuLowRankEmbedding(LowRankEmbedding):
     """An operation over the tokens, in the loop of the embedding's own."""
 
     def __init__(self, adapters: CpuAdapters, shape: LowRankShape) -> None:
-        super().__init__(shape)
-        self._adapters = adapters
+        super().__init__(adapters, shape)
         self._held = cpu.LowRankTableSlots(shape.slots)
 
     def pack(self, part: LowRankPart) -> Any:
@@ -282,6 +253,18 @@ class CpuLowRankEmbedding(LowRankEmbedding):
             op = cpu.low_rank_lookup(self._held, self.outputs, first, add.address)
             runner.run(op, ids, adapters=address(slots), token_ids=ids.address)
         return add
+
+
+class CpuAdapters(Adapters):
+    low_rank = CpuLowRank
+    low_rank_embedding = CpuLowRankEmbedding
+
+    def __init__(self, runner: OpRunner) -> None:
+        super().__init__()
+        self.runner = runner
+
+    def _take(self, slots: CpuArray, rows: CpuArray) -> CpuArray:
+        return CpuArray.over(slots.numpy()[rows.numpy()])
 
 
 # Codes of quantised weights, packed by ``CpuQuantizedWeight``.

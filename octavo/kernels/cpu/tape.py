@@ -142,10 +142,6 @@ class Arena:
         address = buffer.ctypes.data
         return CpuArray(lease, address + -address % 64, shape, dtype)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._owned)
-
 
 @dataclass
 class Recording:

@@ -47,6 +47,12 @@ class TritonKernels(TorchKernels):
     """
 
     name = "triton"
+    reshape_and_cache = staticmethod(reshape_and_cache)
+    copy_blocks = staticmethod(copy_blocks)
+    swap_blocks = staticmethod(swap_blocks)
+    embedding = staticmethod(elementwise.embedding)
+    rms_norm = staticmethod(elementwise.rms_norm)
+    layer_norm = staticmethod(elementwise.layer_norm)
 
     def __init__(
         self,
@@ -70,10 +76,6 @@ class TritonKernels(TorchKernels):
     def describe(self) -> str:
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreted on the CPU"
         return f"triton ({where}{', deterministic' if self.deterministic else ''})"
-
-    def set_threads(self, count: int | None, pin: bool = False) -> None:
-        if count is not None:
-            torch.set_num_threads(count)
 
     def capture(self, forward: Forward, largest: BatchSize) -> Forward:
         if not self._graphed:
@@ -104,9 +106,6 @@ class TritonKernels(TorchKernels):
         shape = (layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
         return [*make_host_cache(*shape)]
 
-    def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        reshape_and_cache(k, v, cache, slots)
-
     def rotary_and_cache(
         self,
         q: Tensor,
@@ -119,12 +118,6 @@ class TritonKernels(TorchKernels):
     ) -> Tensor:
         positions, slots = batch.rotary_positions if sections else batch.positions, batch.slot_mapping[cache.group]
         return rotary_and_cache(q, k, v, positions, cos_sin, cache, slots, sections)
-
-    def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        copy_blocks(caches, pairs)
-
-    def swap_blocks(self, sources: list[LayerCache], targets: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-        swap_blocks(sources, targets, pairs)
 
     def pack(
         self,
@@ -151,44 +144,19 @@ class TritonKernels(TorchKernels):
     ) -> PackedExperts:
         return pack_experts(gate_up, down, shared, deterministic=self.deterministic)
 
-    def embedding(
-        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
-    ) -> Tensor:
-        return elementwise.embedding(ids, table, first, scale, add)
-
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, *, out_dtype: DType | None = None, add: Tensor | None = None
-    ) -> Tensor:
-        return elementwise.rms_norm(x, weight, eps, _torch(out_dtype), add)
-
-    def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out_dtype: DType | None = None
-    ) -> Tensor:
-        return elementwise.layer_norm(x, weight, bias, eps, _torch(out_dtype))
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return x.div_(cap).tanh_().mul_(cap)
-
     def check_attention(self, spec: AttentionSpec) -> None:
-        if spec.value_dim is not None:
-            raise UnsupportedModelError(
-                "the triton kernels have no multi-head latent attention; use kernels='reference'"
-            )
-        if spec.bias is not None:
-            raise UnsupportedModelError("the triton kernels have no relative position bias; use kernels='reference'")
-        if spec.cross:
-            raise UnsupportedModelError("the triton kernels have no cross attention; use kernels='reference'")
-        if not spec.causal and spec.window is not None:
-            raise UnsupportedModelError(
-                "the triton kernels have no window of attention that is not causal; use kernels='reference'"
-            )
+        missing = {
+            "multi-head latent attention": spec.value_dim is not None,
+            "relative position bias": spec.bias is not None,
+            "cross attention": spec.cross,
+            "window of attention that is not causal": not spec.causal and spec.window is not None,
+        }
+        for feature, is_needed in missing.items():
+            if is_needed:
+                raise UnsupportedModelError(f"the triton kernels have no {feature}; use kernels='reference'")
 
     def paged_attention(self, q: Tensor, cache: LayerCache, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
         return attention.paged_attention(q, cache, batch, spec, deterministic=self.deterministic)
-
-
-def _torch(dtype: DType | None) -> torch.dtype | None:
-    return None if dtype is None else torch_dtype(dtype)
 
 
 # Decode steps as CUDA graphs: a step is one launch instead of several hundred.

@@ -7,7 +7,6 @@ contiguous for each head, and blocks of all types are copied and swapped in larg
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -121,13 +120,8 @@ def copy_blocks(caches: Sequence[LayerCache], pairs: list[tuple[int, int]]) -> N
         _copy_kernel[grid](pool, moves, words, CHUNK=_COPY_WORDS, num_warps=8, enable_fp_fusion=False)
 
 
-def swap_blocks(
-    sources: Sequence[LayerCache],
-    targets: Sequence[LayerCache],
-    pairs: list[tuple[int, int]],
-    stream: torch.cuda.Stream | None = None,
-) -> None:
-    """See ``Kernels.swap_blocks``; queues the copies on ``stream``, by default the current one, without waiting.
+def swap_blocks(sources: Sequence[LayerCache], targets: Sequence[LayerCache], pairs: list[tuple[int, int]]) -> None:
+    """See ``Kernels.swap_blocks``; queues the copies on the current stream, without waiting.
 
     Blocks that are neighbours in both caches are one copy. No target comes twice.
     """
@@ -135,9 +129,8 @@ def swap_blocks(
         return
     for source, target in zip(_pools(sources), _pools(targets), strict=True):
         check_pairs(pairs, source.shape[0], target.shape[0])
-        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            for first, to, count in _runs(pairs):
-                target[to : to + count].copy_(source[first : first + count], non_blocking=True)
+        for first, to, count in _runs(pairs):
+            target[to : to + count].copy_(source[first : first + count], non_blocking=True)
 
 
 def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.kernels.interface import Activation
+from octavo.kernels.torch_backend import torch_dtype
 from octavo.kernels.triton import interpreted
 
 _INTERPRETED = tl.constexpr(interpreted())
@@ -118,15 +120,13 @@ def _norm_kernel(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None = None, add: Tensor | None = None
+    x: Tensor, weight: Tensor, eps: float, *, out_dtype: DType | None = None, add: Tensor | None = None
 ) -> Tensor:
     """See ``Kernels.rms_norm``; x [T, E] or [T, heads, D] is strided in all but the last dimension."""
-    return _norm(x, weight, None, add, eps, torch.float32 if add is not None else out_dtype, centred=False)
+    return _norm(x, weight, None, add, eps, DType.FLOAT32 if add is not None else out_dtype, centred=False)
 
 
-def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None = None
-) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out_dtype: DType | None = None) -> Tensor:
     """See ``Kernels.layer_norm``; strides as in ``rms_norm``."""
     return _norm(x, weight, bias, None, eps, out_dtype, centred=True)
 
@@ -137,11 +137,11 @@ def _norm(
     bias: Tensor | None,
     add: Tensor | None,
     eps: float,
-    out_dtype: torch.dtype | None,
+    out_dtype: DType | None,
     *,
     centred: bool,
 ) -> Tensor:
-    out = torch.empty(x.shape, dtype=out_dtype or weight.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=torch_dtype(out_dtype) if out_dtype else weight.dtype, device=x.device)
     if not out.numel():
         return out
     width = x.shape[-1]
@@ -183,7 +183,7 @@ def _embedding_kernel(
     tl.store(out_ptr + token * width + column, out, inside)
 
 
-def embedding(ids: Tensor, table: Tensor, first: int, scale: float, add: Tensor | None) -> Tensor:
+def embedding(ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None) -> Tensor:
     """See ``Kernels.embedding``; the result reuses the memory of ``add``."""
     tokens, width = len(ids), table.shape[1]
     out = torch.empty((tokens, width), dtype=torch.float32, device=ids.device) if add is None else add

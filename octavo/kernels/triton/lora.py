@@ -36,45 +36,11 @@ _PIECE_BLOCKS, _MOST_PIECES = 4, 16
 _MANY_ROWS = 512
 
 
-class TritonAdapters(TorchAdapters):
-    """Holds the tiles of the step's rows, which all layers share."""
-
-    def __init__(self, device: torch.device, *, deterministic: bool) -> None:
-        super().__init__()
-        self.device = device
-        self._deterministic = deterministic
-        #: Slots, equal in all layers; 0: no layer has slots.
-        self.count = 0
-        self._tiles: dict[bool, RowTiles] = {}
-
-    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> TritonLowRank:
-        self.count = shape.slots
-        return TritonLowRank(self, shape, sampled=sampled)
-
-    def make_low_rank_embedding(self, shape: LowRankShape) -> TritonLowRankEmbedding:
-        self.count = shape.slots
-        return TritonLowRankEmbedding(self, shape)
-
-    def use(self, tokens: Tensor | None, sampled: Tensor | None = None) -> None:
-        super().use(tokens, sampled)
-        self._tiles = {}
-
-    def tiles(self, *, sampled: bool) -> RowTiles | None:
-        """The tiles of the step's tokens or sampled rows, made once in a step; None if no row has an adapter."""
-        slots = self.slots(sampled=sampled)
-        if slots is None:
-            return None
-        if sampled not in self._tiles:
-            self._tiles[sampled] = RowTiles.of(slots, self.count, deterministic=self._deterministic)
-        return self._tiles[sampled]
-
-
 class TritonLowRank(LowRank):
     """Slots of equal size on the device."""
 
     def __init__(self, adapters: TritonAdapters, shape: LowRankShape, *, sampled: bool = False) -> None:
-        super().__init__(shape)
-        self._adapters, self._sampled = adapters, sampled
+        super().__init__(adapters, shape, sampled=sampled)
         self._starts = [0, *itertools.accumulate(self.outputs)]
         self._type = torch_dtype(self.dtype)
         self._rank, self._block = rank_blocks(self.max_rank)
@@ -138,8 +104,7 @@ class TritonLowRankEmbedding(LowRankEmbedding):
     """Slots of equal size on the device; ``down`` is transposed."""
 
     def __init__(self, adapters: TritonAdapters, shape: LowRankShape) -> None:
-        super().__init__(shape)
-        self._adapters = adapters
+        super().__init__(adapters, shape)
         self._type = torch_dtype(self.dtype)
         self._rank, self._block = rank_blocks(self.max_rank)
         self._down = torch.zeros((shape.slots, self.rows, self._rank), dtype=self._type, device=adapters.device)
@@ -169,6 +134,42 @@ class TritonLowRankEmbedding(LowRankEmbedding):
             RANK=self._rank, BLOCK=self._block, COLUMNS=columns, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return add
+
+
+class TritonAdapters(TorchAdapters):
+    """Holds the tiles of the step's rows, which all layers share."""
+
+    low_rank = TritonLowRank
+    low_rank_embedding = TritonLowRankEmbedding
+
+    def __init__(self, device: torch.device, *, deterministic: bool) -> None:
+        super().__init__()
+        self.device = device
+        self._deterministic = deterministic
+        #: Slots, equal in all layers; 0: no layer has slots.
+        self.count = 0
+        self._tiles: dict[bool, RowTiles] = {}
+
+    def make_low_rank(self, shape: LowRankShape, *, sampled: bool = False) -> LowRank:
+        self.count = shape.slots
+        return super().make_low_rank(shape, sampled=sampled)
+
+    def make_low_rank_embedding(self, shape: LowRankShape) -> LowRankEmbedding:
+        self.count = shape.slots
+        return super().make_low_rank_embedding(shape)
+
+    def use(self, tokens: Tensor | None, sampled: Tensor | None = None) -> None:
+        super().use(tokens, sampled)
+        self._tiles = {}
+
+    def tiles(self, *, sampled: bool) -> RowTiles | None:
+        """The tiles of the step's tokens or sampled rows, made once in a step; None if no row has an adapter."""
+        slots = self.slots(sampled=sampled)
+        if slots is None:
+            return None
+        if sampled not in self._tiles:
+            self._tiles[sampled] = RowTiles.of(slots, self.count, deterministic=self._deterministic)
+        return self._tiles[sampled]
 
 
 @dataclass(frozen=True)
@@ -203,10 +204,6 @@ class TritonAdapter:
 
     parts: list[PaddedPart | None]
     ranks: list[int]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.down.nbytes + part.up.nbytes for part in self.parts if part is not None)
 
 
 def rank_blocks(max_rank: int) -> tuple[int, int]:

@@ -50,17 +50,23 @@ def dot_of_columns(a, b, total):
 
 @triton.jit
 def gathered_product(
-    x_ptrs, weight_ptrs, inside, k, begin, end, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
-):
+    x_ptrs, weight_ptrs, inside, k, begin, end, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr = False,
+):  # fmt: skip
     """Rows x [ROWS], which lie anywhere, by weights [COLUMNS], over inputs ``begin .. end - 1``: float32, from zero.
 
-    Pointers are those to the inputs ``k``, 0 to DEPTH - 1; rows that are not ``inside`` are zero.
+    Pointers are those to the inputs ``k``, 0 to DEPTH - 1; rows that are not ``inside`` are zero. EVEN: DEPTH divides
+    the inputs.
     """
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(begin, end, DEPTH):
-        left = k < depth - start
-        x = tl.load(x_ptrs + start, inside[:, None] & left[None, :], other=0.0)
-        weight = tl.load(weight_ptrs + start, left[:, None], other=0.0)
+        if EVEN:
+            x = tl.load(x_ptrs + start, inside[:, None], other=0.0)
+            weight = tl.load(weight_ptrs + start)
+        else:
+            left = k < depth - start
+            x = tl.load(x_ptrs + start, inside[:, None] & left[None, :], other=0.0)
+            weight = tl.load(weight_ptrs + start, left[:, None], other=0.0)
         total = dot(x, weight, total)
     return total
 
@@ -112,13 +118,13 @@ def _matmul_kernel(
     row = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
-    row_inside = (row < rows)[:, None]
+    row_inside = row < rows
     # Columns past the last one read the last one; their results are not stored.
     weight_row = tl.minimum(column, columns - 1).to(tl.int64)
     x_ptrs = x_ptr + row[:, None] * x_stride + k[None, :]
     weight_ptrs = weight_ptr + weight_row[None, :] * weight_stride + k[:, None]
     place = row[:, None] * columns + column[None, :]
-    inside = row_inside & (column < columns)[None, :]
+    inside = row_inside[:, None] & (column < columns)[None, :]
     if SPLIT:
         piece = tl.program_id(1)
         total = _piece(x_ptrs, weight_ptrs, row_inside, k, depth, piece, piece_blocks, ROWS, COLUMNS, DEPTH, EVEN)
@@ -135,18 +141,10 @@ def _piece(
     x_ptrs, weight_ptrs, row_inside, k, depth, piece, piece_blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
     end = tl.minimum(depth, (piece + 1) * piece_blocks * DEPTH)
-    for start in range(piece * piece_blocks * DEPTH, end, DEPTH):
-        if EVEN:
-            x = tl.load(x_ptrs + start, row_inside, other=0.0)
-            weight = tl.load(weight_ptrs + start)
-        else:
-            left = k < depth - start
-            x = tl.load(x_ptrs + start, row_inside & left[None, :], other=0.0)
-            weight = tl.load(weight_ptrs + start, left[:, None], other=0.0)
-        total = dot(x, weight, total)
-    return total
+    return gathered_product(
+        x_ptrs, weight_ptrs, row_inside, k, piece * piece_blocks * DEPTH, end, depth, ROWS, COLUMNS, DEPTH, EVEN
+    )
 
 
 @triton.jit

@@ -530,7 +530,7 @@ class TritonDenseWeight(TorchWeight):
         return activate(product, activation, gated=self.gated).to(dtype)
 
     def rows(self, ids: Tensor, first: int, *, scale: float, dtype: DType) -> Tensor:
-        return embedding(ids, self.weight, first, scale, None)
+        return embedding(ids, self.weight, first, scale=scale)
 
     def _product(self, x: Tensor, dtype: torch.dtype, add: Tensor | None) -> Tensor:
         if self.deterministic:
@@ -558,11 +558,6 @@ class TritonQuantizedWeight(PackedWeight):
             return quantized_gated(x, self.codes, activation, deterministic=self.deterministic).to(dtype)
         product = quantized_matmul(x, self.codes, x.dtype, add, deterministic=self.deterministic)
         return activate(product, activation, gated=self.gated).to(dtype)
-
-    @property
-    def nbytes(self) -> int:
-        tensors = (self.codes.codes, self.codes.scales, self.codes.bias)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _torch_product(x: Tensor, weight: Tensor, dtype: torch.dtype, residual: Tensor | None) -> Tensor:

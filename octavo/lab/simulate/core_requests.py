@@ -7,7 +7,7 @@ from functools import lru_cache
 from octavo.core.request import EngineCoreRequest, Generate, RequestOptions, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.lab.workloads.work_items import WorkItem
-from octavo.scheduler.queues import SchedulingState
+from octavo.scheduler.state import SchedulingState
 
 #: The token that ends a sequence before its ``max_tokens``.
 STOP = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from octavo.core.plan import StepPlan
 from octavo.scheduler.groups import Sequence
-from octavo.scheduler.queues import SchedulingState
+from octavo.scheduler.state import SchedulingState
 
 
 @dataclass(slots=True)

@@ -10,20 +10,22 @@ import os
 import resource
 import socket
 import ssl
-import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from html import escape
-from socket import socket as Socket
 from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from octavo.config.server_options import ServerOptions
 from octavo.process.startup import LOADING
 
 if TYPE_CHECKING:
-    from octavo.server.app import HttpProtocol
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 logger = logging.getLogger("octavo.server")
 
@@ -57,7 +59,7 @@ class Acceptor:
     def __init__(
         self,
         sock: socket.socket,
-        make_protocol: Callable[[], HttpProtocol | _LoadingProtocol],
+        make_protocol: Callable[[], HttpProtocol],
         *,
         limit: int,
         limit_by_address: int,
@@ -171,58 +173,137 @@ def connection_limits(options: ServerOptions) -> tuple[int, int]:
     return limit, max(1, limit // 2) if by_address is None else by_address
 
 
-# Answers while the model loads: 503 with the progress of the start, so that no client takes the server for dead.
+class HttpProtocol(H11Protocol):
+    """uvicorn's protocol of one connection, with a limit on the time that the head of a request may take.
 
-#: Longest head of a request in bytes, and seconds that a whole connection may take.
-_MAX_HEAD = 64 << 10
-_TIMEOUT = 5.0
+    Invariant: while the server answers no request, the client has ``header_timeout`` seconds for a whole head, counted
+    from its first byte (on a new connection: from the connection's begin), or for the rest of a body whose request was
+    refused. Between requests uvicorn's ``timeout_keep_alive`` holds.
+    """
 
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
-
-
-@asynccontextmanager
-async def answers_while_loading(sock: Socket, options: ServerOptions) -> AsyncIterator[None]:
-    """Answers every request at the listening socket with status 503; the socket stays open."""
-    progress = _Progress()
-    logging.getLogger("octavo").addHandler(progress)
-    tls = None
-    if options.tls_cert is not None:
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        tls.load_cert_chain(options.tls_cert, options.tls_key)
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            async with asyncio.timeout(_TIMEOUT):
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(progress.page() if b"text/html" in head.lower() else progress.response(head))
-                await writer.drain()
-                if writer.can_write_eof():
-                    writer.write_eof()
-                # Closing a connection with an unread body resets it, and the answer is lost.
-                while await reader.read(_MAX_HEAD):
-                    pass
-        writer.close()
-
-    # Unlike a server of asyncio it answers connections that are accepted, but have no transport yet, when it is closed.
-    acceptor = Acceptor(
-        sock, lambda: _LoadingProtocol(answer), limit=sys.maxsize, limit_by_address=sys.maxsize, tls=tls
-    )
-    acceptor.start()
-    try:
-        yield
-    finally:
-        acceptor.close()
-        logging.getLogger("octavo").removeHandler(progress)
-
-
-class _LoadingProtocol(asyncio.StreamReaderProtocol):
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(asyncio.StreamReader(_MAX_HEAD), answer)
+    def __init__(self, *args: Any, header_timeout: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._header_timeout = header_timeout
+        self._head_timer: asyncio.TimerHandle | None = None
+        #: Set when the connection has ended.
         self.closed = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._stop_timer()
         self.closed.set()
+
+    def _watch_head(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_timer()
+        elif self._head_timer is None:
+            # uvicorn's own way to end an idle connection.
+            self._head_timer = self.loop.call_later(self._header_timeout, self.timeout_keep_alive_handler)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+#: Seconds for sending the last bytes of responses at the shutdown.
+FLUSH = 5.0
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with an ``Acceptor``, and without its signal handlers, which exit by the signal."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                http=HttpProtocol,
+                timeout_keep_alive=options.keep_alive_timeout,
+                timeout_graceful_shutdown=int(options.shutdown_timeout + FLUSH) + 1,
+                ssl_certfile=options.tls_cert,
+                ssl_keyfile=options.tls_key,
+            )
+        )
+        self._options = options
+        self._acceptor: Acceptor | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        [sock] = sockets or []
+        timeout = self._options.header_timeout
+        limit, limit_by_address = connection_limits(self._options)
+        self._acceptor = Acceptor(
+            sock,
+            partial(HttpProtocol, self.config, self.server_state, self.lifespan.state, header_timeout=timeout),
+            limit=limit,
+            limit_by_address=limit_by_address,
+            tls=self.config.ssl,
+            handshake_timeout=timeout,
+        )
+        self._acceptor.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.close()
+        await super().shutdown(sockets)
+
+
+# Answers while the model loads: 503 with the progress of the start, so that no client takes the server for dead.
+
+#: Seconds for which the rest of a body is read after the answer: closing a connection with an unread body resets it,
+#: and the answer is lost.
+_DRAIN_TIMEOUT = 5.0
+
+
+class StartingApp:
+    """The application of a server from its first moment: it answers 503 until ``open`` gives it the routes.
+
+    One acceptor and one protocol serve both. Importing them (h11, uvicorn) takes 0.03 s of processor time; the engine
+    and the routes, which are imported while this answers, take 0.3 s (phases of ``octavo serve --profile-startup``).
+    """
+
+    def __init__(self) -> None:
+        self._routes: ASGIApp | None = None
+        self._progress = _Progress()
+        logging.getLogger("octavo").addHandler(self._progress)
+
+    def open(self, routes: ASGIApp) -> None:
+        self._routes = routes
+        logging.getLogger("octavo").removeHandler(self._progress)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._routes is not None:
+            await self._routes(scope, receive, send)
+            return
+        accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
+        body, headers = self._progress.page() if b"text/html" in accepted else self._progress.error(scope["path"])
+        headers = {"retry-after": "1", "connection": "close", "content-length": str(len(body)), **headers}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 503, "headers": raw})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_TIMEOUT):
+                while (await receive()).get("more_body"):
+                    pass
+        await send({"type": "http.response.body", "body": b""})
 
 
 class _Progress(logging.Handler):
@@ -241,30 +322,21 @@ class _Progress(logging.Handler):
     def _message(self) -> str:
         return f"the model is loading, for {time.monotonic() - self._begin:.0f} s: {self._line}"
 
-    def response(self, head: bytes) -> bytes:
-        """The response to a program, in the format of the API that the path belongs to."""
+    def error(self, path: str) -> tuple[bytes, dict[str, str]]:
+        """Body and headers of the answer to a program, in the format of the API that the path belongs to."""
         # Without octavo.server.http.errors, whose imports take longer than all of this.
-        path = head.split(b"\r\n", 1)[0].split(b" ")[1:2]
-        if path and path[0].startswith((b"/v1/messages", b"/messages")):
+        if path.startswith(("/v1/messages", "/messages")):
             body: dict[str, Any] = {"type": "error", "error": {"type": "overloaded_error", "message": self._message}}
         else:
-            error = {"message": self._message, "type": "server_error", "param": None, "code": "loading"}
-            body = {"error": error}
-        return _response(json.dumps(body).encode(), "application/json")
+            body = {"error": {"message": self._message, "type": "server_error", "param": None, "code": "loading"}}
+        return json.dumps(body).encode(), {"content-type": "application/json"}
 
-    def page(self) -> bytes:
-        """The response to a browser, which reloads it after a second."""
+    def page(self) -> tuple[bytes, dict[str, str]]:
+        """Body and headers of the answer to a browser, which asks again after a second."""
         body = (
             '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="1">'
             '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
             f"<title>Octavo is starting</title><h1>Octavo is starting</h1><p>{escape(self._message)}</p></html>"
         )
-        return _response(body.encode(), "text/html; charset=utf-8", "Content-Security-Policy: default-src 'none'\r\n")
-
-
-def _response(body: bytes, media_type: str, headers: str = "") -> bytes:
-    head = (
-        f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {media_type}\r\nRetry-After: 1\r\n{headers}"
-        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body
+        policy = {"content-security-policy": "default-src 'none'"}
+        return body.encode(), {"content-type": "text/html; charset=utf-8", **policy}

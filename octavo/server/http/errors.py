@@ -5,15 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-import re
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Scope
 
 from octavo.core.errors import (
@@ -29,10 +28,6 @@ from octavo.core.errors import (
     TokenizerError,
 )
 from octavo.server.logging import request_id
-
-if TYPE_CHECKING:
-    from octavo.server.chat import Chat, ChoiceEvents
-
 
 logger = logging.getLogger("octavo.server")
 
@@ -74,6 +69,13 @@ _ANTHROPIC_KINDS = {
 }  # fmt: skip
 
 
+#: Paths of the engine -> fields over HTTP, where the names differ.
+_HTTP_NAMES = {
+    "extra_args": "vllm_xargs",
+    "encoder_prompt": "prompt.encoder_prompt",
+    "decoder_prompt": "prompt.decoder_prompt",
+}
+
 #: The error for a body that is not an object or not declared as JSON.
 NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 
@@ -90,13 +92,17 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
     return ApiError(400, message, param=param, code=code)
 
 
-def wrong(where: str, message: str, code: str = "invalid_value") -> ApiError:
-    """The error for a value at a path such as ``input[0].content``, which begins with the field's name."""
-    return invalid(re.split(r"[.[]", where, maxsplit=1)[0], f"{where}: {message}", code)
+#: The code of errors about fields that are not supported.
+UNSUPPORTED = "unsupported_parameter"
 
 
-def unsupported(param: str, message: str) -> ApiError:
-    return invalid(param, message, "unsupported_parameter")
+def invalid_at(path: str, problem: str, code: str = "invalid_value", *, got: object = ...) -> InvalidRequestError:
+    """The error for a value at a path such as ``input[0].content``."""
+    return InvalidRequestError(problem, path=path, got=got, kind=code)
+
+
+def unsupported(path: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(problem, path=path, kind=UNSUPPORTED)
 
 
 def server_error(
@@ -109,24 +115,22 @@ def as_api_error(error: BaseException) -> ApiError:
     """The response to any exception; details of internal errors are only logged."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, (InvalidRequestError, TokenizerError)):
-        return invalid(_param(str(error)), str(error))
+    if isinstance(error, InvalidRequestError):
+        error = error.renamed(_HTTP_NAMES)
+        return invalid(error.field, str(error), error.kind)
+    if isinstance(error, TokenizerError):
+        return invalid(None, str(error))
     if isinstance(error, AdapterNotFoundError):
         return ApiError(404, str(error), code="adapter_not_found")
     if isinstance(error, AdapterConflictError):
         return ApiError(409, str(error), code="adapter_conflict")
     if isinstance(error, AdapterError):
-        return invalid(_param(str(error)), str(error), "invalid_adapter")
+        return invalid(error.field, str(error), "invalid_adapter")
     if isinstance(error, ClientLimitError):
         headers = {"Retry-After": str(error.retry_after)}
         return ApiError(429, str(error), kind="rate_limit_error", code="client_limit", headers=headers)
     if isinstance(error, SandboxError):
         return server_error(503, str(error), "sandbox_failed", headers={"Retry-After": "1"})
-    if isinstance(error, RequestValidationError):  # a wrong query parameter, or a body that is not declared as JSON
-        first: dict[str, Any] = dict(error.errors()[0])
-        if first["loc"][0] == "body":
-            return ApiError(400, NOT_AN_OBJECT, code="invalid_json")
-        return invalid(str(first["loc"][-1]), f"{first['loc'][-1]}: {first['msg']}")
     if isinstance(error, HTTPException):
         message = "this address does not take this method" if error.status_code == 405 else str(error.detail)
         kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
@@ -142,16 +146,15 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "internal error; the server's log has more under this request id", kind="server_error")
 
 
-def handle_errors(app: FastAPI) -> None:
-    paths = [path for route in app.routes if (path := getattr(route, "path", None)) is not None]
-    paths += [path for route in app.routes for path in getattr(route, "paths", ())]  # DeferredRoutes
+def handle_errors(app: Starlette) -> None:
+    paths = [route.path for route in app.routes if isinstance(route, Route)]
 
     async def respond(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
             return _unknown_address(request.url.path, paths).response(request.scope)
         return as_api_error(error).response(request.scope)
 
-    for kind in (OctavoError, TimeoutError, RequestValidationError, HTTPException):
+    for kind in (OctavoError, TimeoutError, HTTPException):
         app.add_exception_handler(kind, respond)
 
 
@@ -199,43 +202,10 @@ def _unknown_address(path: str, paths: Sequence[str]) -> ApiError:
     return ApiError(404, message, code="unknown_address")
 
 
-def _param(message: str) -> str | None:
-    """Messages about a parameter begin with its name."""
-    match = re.match(r"([a-z_]+)(\.[a-z_]+|\[[^\]]*\])*(:? |$)", message)
-    name = match.group(1) if match else ""
-    name = _HTTP_NAMES.get(name, name)
-    return name if "_" in name or name in _PLAIN_NAMES else None
-
-
-#: Sampling parameters -> their fields over HTTP, where the names differ.
-_HTTP_NAMES = {"extra_args": "vllm_xargs"}
-#: Fields that are also English words.
-_PLAIN_NAMES = (
-    "n", "dimensions", "language", "messages", "priority", "prompt", "seed", "stop", "suffix", "temperature", "regex",
-    "grammar", "ebnf", "tokens", "logprobs", "tools",
-)  # fmt: skip
-
-
-# Routes whose fields have other names than those of a chat: errors name the route's fields.
-
-
 @contextmanager
 def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Renames the fields in errors about a chat; ``names``: fields of a chat to those of the route."""
+    """Renames the fields in errors (``InvalidRequestError.renamed``) for a route that has other names for them."""
     try:
         yield
-    except (ApiError, InvalidRequestError, TokenizerError) as e:
-        error = as_api_error(e)
-        # In the message a name is replaced only where it cannot be another word.
-        message = re.sub(r"[a-z]+(_[a-z]+)+", lambda match: names.get(match[0], match[0]), error.message)
-        param = None if error.param is None else names.get(error.param, error.param)
-        headers = error.headers
-        raise ApiError(error.status, message, kind=error.kind, param=param, code=error.code, headers=headers) from None
-
-
-async def renamed_outputs(chat: Chat, names: Mapping[str, str]) -> AsyncGenerator[ChoiceEvents, None]:
-    """The increments of a chat with one choice; errors as from ``Chat.outputs``, under the route's names."""
-    with renamed_errors(names):
-        async with aclosing(chat.outputs()) as outputs:
-            async for [choice] in outputs:
-                yield choice
+    except InvalidRequestError as e:
+        raise e.renamed(names) from None

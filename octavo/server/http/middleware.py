@@ -1,7 +1,7 @@
 """Middleware around every request: its id, log line and metrics, API keys, origins of pages, limits on bodies.
 
-From the outermost to the innermost: ``UnversionedPaths``, ``RequestMiddleware``, ``SameOriginMiddleware``,
-``ApiKeyMiddleware``, ``BodyLimitMiddleware`` (``octavo.server.app.make_routes``).
+From the outermost to the innermost: ``RequestMiddleware``, ``SameOriginMiddleware``, ``ApiKeyMiddleware``,
+``BodyLimitMiddleware`` (``octavo.server.app.make_routes``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -63,13 +64,18 @@ class Middleware(ABC):
 
 
 class RequestMiddleware(Middleware):
-    """Request id (that of ``X-Request-Id``, or a new one), access log, HTTP metrics, responses to unhandled errors."""
+    """Request id (that of ``X-Request-Id``, or a new one), access log, HTTP metrics, responses to unhandled errors.
+
+    It adds the version to an address before keys, limits, metrics and routes see it.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, log_requests: bool) -> None:
         super().__init__(app)
         self._metrics, self._log_requests = metrics, log_requests
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (path := versioned(scope["path"])) != scope["path"]:
+            scope = {**scope, "path": path, "raw_path": path.encode()}
         request_headers = Headers(scope=scope)
         client_id = request_headers.get("x-request-id", "")
         request_id = client_id if _SAFE_ID.fullmatch(client_id) else new_request_id()
@@ -114,23 +120,13 @@ class RequestMiddleware(Middleware):
 
 #: Addresses of OpenAI's API without their version, for clients whose base address lacks ``/v1``. /completions and
 #: /embeddings are missing: they are llama.cpp's own routes.
-_UNVERSIONED = (
-    "/chat/completions", "/responses", "/models", "/messages", "/audio/transcriptions", "/audio/translations",
-)  # fmt: skip
+_UNVERSIONED = re.compile(
+    r"/(chat/completions|responses|models|messages|audio/transcriptions|audio/translations)(/|\Z)"
+)
 
 
 def versioned(path: str) -> str:
-    lacks = any(path == each or path.startswith(f"{each}/") for each in _UNVERSIONED)
-    return f"/v1{path}" if lacks else path
-
-
-class UnversionedPaths(Middleware):
-    """Adds the version to an address before keys, limits, metrics and routes see it."""
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (path := versioned(scope["path"])) != scope["path"]:
-            scope = {**scope, "path": path, "raw_path": path.encode()}
-        await self.app(scope, receive, send)
+    return f"/v1{path}" if _UNVERSIONED.match(path) else path
 
 
 # API keys, and the names of clients.
@@ -311,7 +307,7 @@ class BodyLimitMiddleware(Middleware):
         self._timeout, self._budget = timeout, budget
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = self._budget.open(client_of(Request(scope)))
+        held = HeldBody(self._budget, client_of(Request(scope)))
         try:
             body = await self._read_body(scope, receive, held)
             if body is None:  # the client has disconnected
@@ -338,7 +334,7 @@ class BodyLimitMiddleware(Middleware):
         if length.isdecimal():
             if int(length[:20]) > most:
                 raise self._too_large(most)
-            held.check(int(length))
+            self._budget.check(held.client, int(length))
         body = await self._receive(receive, most, held)
         if body and (encoding := headers.get("content-encoding")):
             # In a thread: a few kilobytes may become one of the largest bodies, in a tenth of a second.
@@ -391,9 +387,6 @@ class BodyBudget:
         self.by_client: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def open(self, client: str) -> HeldBody:
-        return HeldBody(self, client)
-
     def check(self, client: str, more: int) -> None:
         """Refuses ``more`` bytes that exceed the client's share (429) or the total of all clients (503)."""
         if self.by_client[client] + more > self.max_bytes_per_client:
@@ -416,25 +409,22 @@ class BodyBudget:
                 del self.by_client[client]
 
 
+@dataclass(slots=True)
 class HeldBody:
     """The bytes of one body in a budget, until it is released."""
 
-    def __init__(self, budget: BodyBudget, client: str) -> None:
-        self._budget, self._client = budget, client
-        self.size = 0
-
-    def check(self, size: int) -> None:
-        """Refuses a body of this final size, without counting it; raises as ``BodyBudget.check``."""
-        self._budget.check(self._client, size - self.size)
+    budget: BodyBudget
+    client: str
+    size: int = 0
 
     def grow_to(self, size: int) -> None:
         """Counts the body's bytes; never fewer than before, as both forms of it exist while it is decompressed."""
         if size > self.size:
-            self._budget.add(self._client, size - self.size)
+            self.budget.add(self.client, size - self.size)
             self.size = size
 
     def release(self) -> None:
-        self._budget.add(self._client, -self.size)
+        self.budget.add(self.client, -self.size)
         self.size = 0
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.core.outputs import RequestOutput
 from octavo.process.children import WorkThread
-from octavo.server.http.errors import ApiError, as_api_error, renamed_outputs
+from octavo.server.http.errors import ApiError, as_api_error
 from octavo.server.logging import log_fields
 
 if TYPE_CHECKING:
@@ -231,9 +231,6 @@ class PendingResponse(ABC):
 class PendingChat(PendingResponse):
     """A chat with one choice on a route that has its own names of fields, and whose events have names."""
 
-    #: Fields of a chat to those of the route.
-    names: ClassVar[Mapping[str, str]]
-
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
 
@@ -246,14 +243,14 @@ class PendingChat(PendingResponse):
         """The response as far as it has grown, as JSON."""
 
     async def complete(self) -> bytes:
-        async with aclosing(renamed_outputs(self.chat, self.names)) as outputs:
-            async for choice in outputs:
+        async with aclosing(self.chat.outputs()) as outputs:
+            async for [choice] in outputs:
                 self.grow(choice)
         return self.encode()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(renamed_outputs(self.chat, self.names)) as outputs:
-            async for choice in outputs:
+        async with aclosing(self.chat.outputs()) as outputs:
+            async for [choice] in outputs:
                 if events := self.grow(choice):
                     yield b"".join(map(encode_event, events))
 

@@ -1,27 +1,26 @@
 """The routes ``/v1/chat/completions`` and ``/v1/completions``, and vLLM's ``/v1/chat/completions/batch``.
 
-A chat request: ``create_chat_completion`` here, ``chat.prepare_chat``, ``Generation.outputs`` in ``generation``, the
+A chat request: ``create_chat_completion`` here, ``chat.prepare_chat``, ``EngineCall.outputs`` in ``engine_call``, the
 events of ``chat.Chat.outputs``, and ``PendingChatCompletion`` here (in vLLM, ``OpenAIServingChat`` does all of it).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.core.outputs import CompletionOutput, RequestOutput
 from octavo.core.sampling_params import DEFAULT_MAX_TOKENS
-from octavo.server.answer_format import custom_input
+from octavo.server.answer_format import read_answer_format
 from octavo.server.chat import Chat, ChoiceEvents, prepare_chat
-from octavo.server.fields import refused
+from octavo.server.chat_call import custom_input, read_chat
 from octavo.server.generation import (
     Generation,
     LogprobsTracker,
@@ -31,7 +30,8 @@ from octavo.server.generation import (
     make_prompt_logprobs,
     prompt_tokens,
 )
-from octavo.server.http.errors import ApiError, as_api_error, invalid, unsupported
+from octavo.server.http.bodies import run_in_thread_if_large
+from octavo.server.http.errors import invalid_at, renamed_errors, unsupported
 from octavo.server.http.streaming import (
     DONE,
     PendingResponse,
@@ -62,8 +62,9 @@ async def create_chat_completion(request: Request, body: ChatCompletionRequest) 
     """Answers a conversation, as one response or as a stream of events."""
     service = state_of(request)
     deadline = service.deadline()
-    chat = await prepare_chat(service, request, body, prefix="chatcmpl")
-    return await PendingChatCompletion(chat).respond(request, body.stream, deadline)
+    call = await run_in_thread_if_large(request, read_chat, service, body, body.messages)
+    chat = await prepare_chat(service, request, call, prefix="chatcmpl")
+    return await PendingChatCompletion(chat).respond(request, call.fields.stream, deadline)
 
 
 class PendingChatCompletion(PendingResponse):
@@ -71,7 +72,7 @@ class PendingChatCompletion(PendingResponse):
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
-        self._sends_ids = bool(chat.body.return_token_ids)
+        self._sends_ids = bool(chat.call.fields.return_token_ids)
         #: Indexes of the choices whose first chunk was sent.
         self._begun: set[int] = set()
         self._trackers: dict[int, LogprobsTracker] = {}
@@ -110,7 +111,7 @@ class PendingChatCompletion(PendingResponse):
 
     def _message(self, events: list[ChatEvent]) -> protocol.Message:
         """The assistant's message; its content is null if it has tool calls only."""
-        parts, echoed = collect(events), self._echoed()
+        parts, echoed = collect(events), self.chat.call.echo
         content = parts.content if parts.content is not None or parts.tool_calls else ""
         if echoed:
             content = echoed + (content or "")
@@ -119,7 +120,7 @@ class PendingChatCompletion(PendingResponse):
             message.reasoning_content = message.reasoning = parts.reasoning
         calls: list[protocol.ToolCall | protocol.CustomToolCall] = []
         for call in parts.tool_calls:
-            if call.name in self.chat.tools.custom:
+            if call.name in self.chat.call.tools.custom:
                 custom = protocol.CustomCall(name=call.name, input=custom_input(call.arguments))
                 calls.append(protocol.CustomToolCall(id=call.id, type="custom", custom=custom))
             else:
@@ -148,7 +149,7 @@ class PendingChatCompletion(PendingResponse):
         """The chunks of an increment: at first one with the role, one per event, at last one with the finish reason."""
         chunks, index = [], choice.completion.index
         if index not in self._begun:
-            first = self._chunk(choice, Delta(role="assistant", content=self._echoed()))
+            first = self._chunk(choice, Delta(role="assistant", content=self.chat.call.echo))
             if not self._begun:  # the prompt is sent once, with the first choice
                 if choice.output.prompt_logprobs is not None:
                     first.prompt_logprobs = make_prompt_logprobs(choice.output.prompt_logprobs)
@@ -190,7 +191,7 @@ class PendingChatCompletion(PendingResponse):
         if not isinstance(event, ToolCallStart):
             arguments = protocol.FunctionCallDelta(arguments=event.text)
             return [*ended, Delta(tool_calls=[ToolCallDelta(index=event.index, function=arguments)])]
-        if event.name in self.chat.tools.custom:
+        if event.name in self.chat.call.tools.custom:
             self._custom_calls[choice, event.index] = []
             custom = protocol.CustomCall(name=event.name, input="")
             call = ToolCallDelta(index=event.index, id=event.id, type="custom", custom=custom)
@@ -206,23 +207,14 @@ class PendingChatCompletion(PendingResponse):
             deltas.append(Delta(tool_calls=[ToolCallDelta(index=key[1], custom=custom)]))
         return deltas
 
-    def _echoed(self) -> str:
-        """With ``echo``, the text of the last message if it is the assistant's."""
-        last = self.chat.body.messages[-1]
-        if not self.chat.body.echo or last.role != "assistant":
-            return ""
-        if isinstance(last.content, str):
-            return last.content
-        return "".join(part.text for part in last.content or [] if isinstance(part, protocol.TextPart))
-
     def _logprobs(self, choice: ChoiceEvents) -> protocol.ChoiceLogprobs | None:
         generation, index = self.chat.generation, choice.completion.index
-        if self.chat.top_logprobs is None:
+        if self.chat.call.top_logprobs is None:
             return None
         if index not in self._trackers:
             self._trackers[index] = generation.track(LogprobsTracker, choice.output)
         tokens = self._trackers[index].advance(choice.completion)
-        return make_chat_logprobs(generation.token_names, tokens, self.chat.top_logprobs)
+        return make_chat_logprobs(generation.token_names, tokens, self.chat.call.top_logprobs)
 
     def _chunk(self, choice: ChoiceEvents, delta: Delta) -> protocol.ChatCompletionChunk:
         index = choice.completion.index
@@ -256,18 +248,23 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
         max_tokens = service.default_max_tokens(DEFAULT_MAX_TOKENS)
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
-    generation = make_generation(
-        service,
-        request,
-        body,
-        model,
-        prompts,
-        prefix="cmpl",
-        max_tokens=max_tokens,
-        logprobs=body.logprobs,
-        prompt_logprobs=prompt_logprobs,
-        reasoning=service.formats.named_marks(),
-    )
+    answer_format = read_answer_format(body)
+    names = {} if answer_format is None else answer_format.names
+    with renamed_errors(names):
+        generation = make_generation(
+            service,
+            request,
+            body,
+            model,
+            prompts,
+            prefix="cmpl",
+            max_tokens=max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            answer_format=answer_format,
+            names=names,
+            reasoning=service.formats.named_marks(),
+        )
     return await PendingCompletion(body, generation).respond(request, body.stream, deadline)
 
 
@@ -288,14 +285,9 @@ class PendingCompletion(PendingResponse):
         choices = []  # all choices of the first prompt, then those of the next
         for number, output in enumerate(outputs):
             for completion in self.generation.choices(output):
-                choice = self._choice(number, completion, completion.finish_reason)
-                choice.text = completion.text
                 tracker = self._make_tracker(number, output) if completion.token_ids else None
-                self._add_prompt(choice, self._logprobs(completion, tracker), number, output)
-                choice.stop_reason = completion.stop_reason
-                if self.body.return_token_ids:
-                    choice.token_ids, choice.prompt_token_ids = completion.token_ids, output.prompt_token_ids
-                choices.append(choice)
+                logprobs = self._logprobs(completion, tracker)
+                choices.append(self._choice(number, output, completion, logprobs, prompt=True, text=True, end=True))
         return encode_in_slices(self._completion(choices, usage=self.generation.usage()))
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -319,40 +311,51 @@ class PendingCompletion(PendingResponse):
         self, number: int, output: RequestOutput, completion: CompletionOutput
     ) -> list[protocol.CompletionChoice]:
         """One choice in up to three chunks: at first the prompt, then new text, at last the finish reason."""
-        increments = []
-        sends_ids = bool(self.body.return_token_ids)
-        index = number * self.generation.n + completion.index
+        sends_ids, index = bool(self.body.return_token_ids), number * self.generation.n + completion.index
         is_first = index not in self._trackers
         if is_first:
             self._trackers[index] = self._make_tracker(number, output)
         logprobs = self._logprobs(completion, self._trackers[index])
-        if is_first and (self.body.echo or output.prompt_logprobs is not None or sends_ids):
-            choice = self._choice(number, completion, None)
-            self._add_prompt(choice, None, number, output)
-            if sends_ids:
-                choice.prompt_token_ids, choice.token_ids = output.prompt_token_ids, []
-            increments.append(choice)
-        if completion.text or (logprobs is not None and logprobs.tokens) or (sends_ids and completion.token_ids):
-            choice = self._choice(number, completion, None)
-            choice.text = completion.text
-            if sends_ids:
-                choice.token_ids = completion.token_ids
-            choice.logprobs = logprobs
-            increments.append(choice)
-        if completion.finished:
-            choice = self._choice(number, completion, completion.finish_reason)
-            choice.stop_reason = completion.stop_reason
-            increments.append(choice)
-        return increments
+        has_tokens = (logprobs is not None and logprobs.tokens) or (sends_ids and completion.token_ids)
+        parts = {
+            "prompt": is_first and (self.body.echo or output.prompt_logprobs is not None or sends_ids),
+            "text": completion.text or has_tokens,
+            "end": completion.finished,
+        }
+        return [
+            self._choice(number, output, completion, logprobs, **{part: True})
+            for part, is_there in parts.items()
+            if is_there
+        ]
 
     def _choice(
-        self, number: int, completion: CompletionOutput, finish_reason: str | None
+        self,
+        number: int,
+        output: RequestOutput,
+        completion: CompletionOutput,
+        logprobs: protocol.CompletionLogprobs | None,
+        *,
+        prompt: bool = False,
+        text: bool = False,
+        end: bool = False,
     ) -> protocol.CompletionChoice:
+        """A choice with some of its parts: the prompt and its logprobs, the text, the finish reason."""
         reason: Literal["stop", "length"] | None = None
-        if finish_reason is not None:
-            reason = "length" if finish_reason == "length" else "stop"
+        if end:
+            reason = "length" if completion.finish_reason == "length" else "stop"
         index = number * self.generation.n + completion.index
-        return protocol.CompletionChoice(finish_reason=reason, index=index, logprobs=None, text="")
+        choice = protocol.CompletionChoice(finish_reason=reason, index=index, logprobs=None, text="")
+        if text:
+            choice.text, choice.logprobs = completion.text, logprobs
+        if prompt:
+            self._add_prompt(choice, number, output)
+        if end:
+            choice.stop_reason = completion.stop_reason
+        if self.body.return_token_ids and (prompt or text):
+            choice.token_ids = completion.token_ids if text else []
+            if prompt:
+                choice.prompt_token_ids = output.prompt_token_ids
+        return choice
 
     def _make_tracker(self, number: int, output: RequestOutput) -> LogprobsTracker | None:
         if self.body.logprobs is None:
@@ -367,17 +370,11 @@ class PendingCompletion(PendingResponse):
             return None
         return make_completion_logprobs(self.generation.token_names, tracker.advance(completion))
 
-    def _add_prompt(
-        self,
-        choice: protocol.CompletionChoice,
-        logprobs: protocol.CompletionLogprobs | None,
-        number: int,
-        output: RequestOutput,
-    ) -> None:
-        """Sets the logprobs of a choice; with ``echo``, puts the prompt and its logprobs before text and logprobs."""
+    def _add_prompt(self, choice: protocol.CompletionChoice, number: int, output: RequestOutput) -> None:
+        """Adds the prompt's logprobs to a choice; with ``echo``, puts the prompt before its text and logprobs."""
+        logprobs = choice.logprobs
         if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice.prompt_logprobs = make_prompt_logprobs(output.prompt_logprobs)
-        choice.logprobs = logprobs
         if not self.body.echo:
             return
         text = self._prompt_text(number)
@@ -415,10 +412,6 @@ class BatchedChatsRequest(ChatCompletionRequest):
     messages: list[Annotated[list[protocol.ChatMessage], Field(fail_fast=True)]] = Field(  # type: ignore[assignment]
         description="The conversations."
     )
-    stream: Any = refused("conversations are answered together; one alone is streamed by /v1/chat/completions", False)
-    n: Any = refused("the choices are the answers to the conversations", 1)
-    best_of: Any = refused("the choices are the answers to the conversations", 1)
-    use_beam_search: Any = refused("the choices are the answers to the conversations", False)
 
 
 async def create_batched_chats(request: Request, body: BatchedChatsRequest) -> Response:
@@ -426,31 +419,25 @@ async def create_batched_chats(request: Request, body: BatchedChatsRequest) -> R
     service = state_of(request)
     deadline = service.deadline()
     if not body.messages:
-        raise invalid("messages", "messages must not be an empty list")
+        raise invalid_at("messages", "must not be an empty list")
     limit = service.options.max_sequences_per_request
     if len(body.messages) > limit:
-        message = f"messages holds {len(body.messages)} conversations; at most {limit} are served at once"
-        raise invalid("messages", message)
+        problem = f"holds {len(body.messages)} conversations; at most {limit} are served at once"
+        raise invalid_at("messages", problem)
     if body.stream_options is not None:
-        raise unsupported("stream_options", "stream_options is allowed only with stream=true")
-    fields = {name: getattr(body, name) for name in body.model_fields_set}
+        raise unsupported("stream_options", "is allowed only with stream=true")
     chats = []
     for number, messages in enumerate(body.messages):
-        one = ChatCompletionRequest.model_construct(body.model_fields_set, **{**fields, "messages": messages})
-        with _errors_of_conversation(number):
-            chats.append(PendingChatCompletion(await prepare_chat(service, request, one, prefix="chatcmpl")))
+        call = await run_in_thread_if_large(request, read_chat, service, body, messages, f"messages[{number}]")
+        chats.append(PendingChatCompletion(await prepare_chat(service, request, call, prefix="chatcmpl")))
     answer = await with_cancellation(request.receive, _answer_all(chats), deadline)
     return Response(answer, media_type="application/json")
 
 
 async def _answer_all(chats: list[PendingChatCompletion]) -> bytes:
-    async def answer(number: int, chat: PendingChatCompletion) -> protocol.ChatCompletion:
-        with _errors_of_conversation(number):
-            return await chat.response()
-
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(answer(number, chat)) for number, chat in enumerate(chats)]
+            tasks = [group.create_task(chat.response()) for chat in chats]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     response, *others = [task.result() for task in tasks]
@@ -464,15 +451,3 @@ async def _answer_all(chats: list[PendingChatCompletion]) -> bytes:
         usage.total_tokens += other.usage.total_tokens
         usage.prompt_tokens_details.cached_tokens += other.usage.prompt_tokens_details.cached_tokens
     return response.encode()
-
-
-@contextmanager
-def _errors_of_conversation(number: int) -> Iterator[None]:
-    try:
-        yield
-    except (ApiError, InvalidRequestError, TokenizerError) as e:
-        error = as_api_error(e)
-        message = f"conversation {number}: {error.message}"
-        raise ApiError(
-            error.status, message, kind=error.kind, param=error.param, code=error.code, headers=error.headers
-        ) from None

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Collection
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
+from msgspec import Struct
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    Tag,
+    create_model,
+    model_validator,
+)
 
+from octavo.core.sampling_params import BeamSearchParams, SamplingParams, parameters
 from octavo.server.fields import (
-    CACHED,
-    PROCESSED,
     SEEN,
     Int,
     Name,
@@ -21,8 +33,6 @@ from octavo.server.fields import (
     TextKind,
     ThinkingFields,
     TokenLimit,
-    hint,
-    refused,
     type_of,
 )
 
@@ -86,7 +96,6 @@ class FunctionDefinition(RequestModel):
 class FunctionTool(RequestModel):
     type: Literal["function"]
     function: FunctionDefinition
-    cache_control: Any = hint(CACHED)
     _sent: Any = PrivateAttr(None)
 
     @model_validator(mode="wrap")
@@ -113,7 +122,6 @@ class CustomTool(RequestModel):
 
     type: Literal["custom"]
     custom: CustomDefinition
-    cache_control: Any = hint(CACHED)
 
 
 class OtherTool(RequestModel):
@@ -206,23 +214,77 @@ class ToolCallDelta(ResponseModel):
 # Requests.
 
 
-class SamplingFields(RequestModel):
-    temperature: float | None = Field(None, description="0: greedy (default: the model's, else 1).")
-    top_p: float | None = Field(None, description="Sample from the smallest set of tokens with this probability.")
-    top_k: Int | None = Field(None, description="Sample from this many most likely tokens; 0 or -1: from all.")
-    min_p: float | None = Field(None, description="Drop tokens below this fraction of the highest probability.")
-    seed: Seed | None = Field(None, description="Makes sampling reproducible.")
-    presence_penalty: float | None = Field(None, description="Subtracted once from logits of generated tokens.")
-    frequency_penalty: float | None = Field(None, description="Subtracted for each time a token was generated.")
-    repetition_penalty: float | None = Field(None, description="Divides logits of tokens in prompt or output.")
-    logit_bias: dict[str, float] | None = Field(None, description="Values added to logits, by token id.")
-    stop_token_ids: list[Int] | None = Field(None, description="Token ids that end the answer.")
-    ignore_eos: bool | None = Field(None, description="Continue after an end-of-sequence token.")
-    min_tokens: Int | None = Field(None, description="Minimum tokens before a stop or an end-of-sequence token.")
-    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text (default true).")
+#: Parameters that only completions and chats have.
+_OF_COMPLETIONS = frozenset(
+    {
+        *("n", "best_of", "stop", "max_tokens", "prompt_logprobs", "logprob_token_ids", "bad_words"),
+        *("allowed_token_ids", "include_stop_str_in_output"),
+    }
+)
+#: Parameters whose fields have another name or type in each route.
+_ELSEWHERE = frozenset({"logprobs", "detokenize", "extra_args", "structured_outputs", "truncate_prompt_tokens"})
+
+
+def parameter_fields(kind: type[Struct], names: Collection[str]) -> dict[str, Any]:
+    """Fields of a request body for declared parameters. The engine checks ranges; a body bounds sizes."""
+    types: dict[Any, Any] = {
+        str: Phrase,
+        list[str]: list[Phrase],
+        list[int]: list[Int],
+        dict[int, float]: dict[str, float],
+    }
+    fields: dict[str, Any] = {}
+    for name in names:
+        declared = parameters(kind)[name]
+        is_long = declared.high is not None and declared.high >= 2**31
+        body_types = [(Seed if is_long else Int) if each is int else types.get(each, each) for each in declared.types]
+        field = Field(None, description=declared.description)
+        fields[name] = (reduce(or_, body_types, None), field)
+    return fields
+
+
+if TYPE_CHECKING:
+
+    class _SharedParameters(RequestModel):
+        """Fields made of ``SamplingParams``; here those that code reads by name."""
+
+        repetition_penalty: float | None
+        thinking_token_budget: int | None
+        stop_token_ids: list[int] | None
+        ignore_eos: bool | None
+        skip_special_tokens: bool | None
+
+    class _CompletionParameters(RequestModel):
+        n: int | None
+        best_of: int | None
+        stop: str | list[str] | None
+        max_tokens: int | None
+        prompt_logprobs: int | None
+        logprob_token_ids: list[int] | None
+        length_penalty: float | None
+        early_stopping: bool | Literal["never"] | None
+
+else:
+    _SharedParameters = create_model(
+        "_SharedParameters",
+        __base__=RequestModel,
+        **parameter_fields(
+            SamplingParams, [n for n in parameters(SamplingParams) if n not in _OF_COMPLETIONS | _ELSEWHERE]
+        ),
+    )
+    _CompletionParameters = create_model(
+        "_CompletionParameters",
+        __base__=RequestModel,
+        **parameter_fields(SamplingParams, [n for n in parameters(SamplingParams) if n in _OF_COMPLETIONS]),
+        **parameter_fields(BeamSearchParams, ("length_penalty", "early_stopping")),
+    )
+
+
+class SamplingFields(_SharedParameters):
+    """The fields of all routes that generate: every parameter that is not of completions and chats alone."""
+
     priority: Int | float | None = Field(None, description="Lower runs first; 0 if the scheduling policy has none.")
     cache_salt: Salt | None = Field(None, description="Requests with different salts share no cached prefix.")
-    thinking_token_budget: Int | None = Field(None, description="Maximum reasoning tokens; -1 (default): no limit.")
 
 
 class StreamOptions(RequestModel):
@@ -231,29 +293,18 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
 
 
-class GenerationRequest(SamplingFields, FormFields, OpenAIFields):
+class GenerationRequest(SamplingFields, _CompletionParameters, FormFields, OpenAIFields):
     """The fields that completions and chat completions share."""
 
     model: Name | None = Field(None, description="Name of the served model; default: that one.")
-    max_tokens: Int | None = Field(None, description="Maximum tokens to generate; must fit the context.")
-    n: Int | None = Field(None, description="Completions of each prompt (default 1).")
-    best_of: Int | None = Field(None, description="Sample this many, return the n most likely; width of beam search.")
-    stop: Phrase | list[Phrase] | None = Field(None, description="Texts that end the answer, without being part of it.")
     stream: bool | None = Field(None, description="Send the answer as server-sent events while it grows.")
     stream_options: StreamOptions | None = None
     user: Name | None = Field(None, description="The user's name, for scheduling policies that share by user.")
     # Beyond OpenAI:
-    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text in the answer.")
-    bad_words: list[Phrase] | None = Field(None, description="Words that are never generated.")
-    allowed_token_ids: list[Int] | None = Field(None, description="Only these tokens are generated.")
     vllm_xargs: dict[str, Any] | None = Field(None, description="Arguments of the server's logits processors, by name.")
-    prompt_logprobs: Int | None = Field(None, description="Logprobs of this many most likely tokens per prompt token.")
-    logprob_token_ids: list[Int] | None = Field(None, description="Logprobs of these tokens, not of the most likely.")
     return_token_ids: bool | None = Field(None, description="Send the token ids of the prompt and of each choice.")
     return_tokens_as_token_ids: bool | None = Field(None, description='Logprobs name tokens as "token_id:ID".')
     use_beam_search: bool | None = Field(None, description="Beam search of width best_of (or n).")
-    length_penalty: float | None = Field(None, description="Beam search: above 0 favours long answers (default 1).")
-    early_stopping: bool | Literal["never"] | None = Field(None, description="Beam search: when to end.")
     ttft_target: float | None = Field(None, description="Target seconds to the first token (deadline policy only).")
     tpot_target: float | None = Field(None, description="Target seconds between tokens (deadline policy only).")
     truncate_prompt_tokens: TokenLimit | None = Field(None, description="Maximum prompt tokens; -1: as many as fit.")
@@ -286,30 +337,20 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = Field(None, description="Put the prompt before the completion.")
     suffix: str | None = Field(None, description="The text after the completion; for fill-in-the-middle models.")
     add_special_tokens: bool | None = Field(None, description="Add special tokens to a text (default true).")
-    max_completion_tokens: Any = refused("on this route its name is max_tokens")
-    top_logprobs: Any = refused("on this route logprobs is their number")
 
 
 class TextPart(RequestModel):
     type: TextKind
     text: str
-    annotations: Any = hint("sources of what an earlier answer says")
-    cache_control: Any = hint(CACHED)
-    prompt_cache_breakpoint: Any = hint(CACHED)
 
 
 class ImageUrl(RequestModel):
     url: str = Field(description="data:image/png;base64,..., or http(s)://... where the server fetches images.")
-    detail: Any = hint(PROCESSED)
-    format: Any = hint("files say themselves what they are")
 
 
 class ImagePart(RequestModel):
     type: Annotated[Literal["image_url"], SEEN]
     image_url: str | ImageUrl
-    uuid: Any = hint("images are named by their content")
-    cache_control: Any = hint(CACHED)
-    prompt_cache_breakpoint: Any = hint(CACHED)
 
     @property
     def url(self) -> str:
@@ -337,16 +378,6 @@ class ChatMessage(RequestModel):
     reasoning_content: str | None = Field(None, description="The reasoning of the assistant; also named reasoning.")
     reasoning: Any = Field(None, description="Another name of reasoning_content.")
     reasoning_details: Any = Field(None, description="The same as a list of parts.")
-    provider_specific_fields: Any = hint("what another service says of an answer")
-    thinking_blocks: Any = hint("reasoning_content says the same")
-    name: Any = hint("only some templates have a place for it")
-    annotations: Any = hint("sources of what an earlier answer says")
-    cache_control: Any = hint(CACHED)
-    audio: Any = refused("the model reads text only", {})
-    function_call: Any = refused("tool_calls has taken its place", {})
-    prefix: Any = refused("continue_final_message continues the last message", False)
-    partial: Any = refused("continue_final_message continues the last message", False)
-    refusal: Any = refused("write it as the content", "")
 
 
 class TemplateOptions(ThinkingFields):
@@ -384,7 +415,6 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     reasoning_format: Literal["none", "auto", "deepseek"] | None = Field(
         None, description="none: reasoning stays in the content."
     )
-    suffix: Any = refused("gaps are filled by /v1/completions", "")
     echo: bool | None = Field(None, description="Begin the answer with the last message, if it is the assistant's.")
 
 

@@ -9,8 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from octavo.server.fields import (
-    CACHED,
-    PROCESSED,
     SEEN,
     EngineFields,
     Int,
@@ -19,32 +17,22 @@ from octavo.server.fields import (
     RequestModel,
     ResponseModel,
     TextKind,
-    hint,
-    refused,
     type_of,
 )
 from octavo.server.openai.protocol import OtherTool, SamplingFields, TokenLogprob
 
 # Input items, tools, and options of requests.
 
-_LABEL = "a label of the API's"
-_BY_THE_MODEL = "tools are called by the model"
-
 
 class InputPart(RequestModel):
     type: TextKind
     text: str
-    annotations: Any = hint("sources of what an earlier answer says")
-    logprobs: Any = hint("of what an earlier answer says")
-    prompt_cache_breakpoint: Any = hint(CACHED)
 
 
 class ImageInputPart(RequestModel):
     type: Annotated[Literal["input_image"], SEEN]
     image_url: str | None = None
-    detail: Any = hint(PROCESSED)
-    file_id: Any = refused("no files are kept here: image_url may hold the file itself, as data:image/png;base64,...")
-    prompt_cache_breakpoint: Any = hint(CACHED)
+    detail: Any = None
 
 
 Part = Annotated[
@@ -57,9 +45,7 @@ Content = str | list[Part]
 class Item(RequestModel):
     """Labels that the API sends and gets back."""
 
-    id: Any = hint(_LABEL)
-    status: Any = hint(_LABEL)
-    phase: Any = hint(_LABEL)
+    id: Any = None
 
 
 class MessageItem(Item):
@@ -72,7 +58,6 @@ class CallItem(Item):
     call_id: str
     name: str
     namespace: str | None = None
-    caller: Any = refused(_BY_THE_MODEL, {"type": "direct"})
 
 
 class FunctionCallParam(CallItem):
@@ -89,8 +74,6 @@ class CallOutputParam(Item):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Content
-    name: Any = hint("call_id says the same")
-    caller: Any = refused(_BY_THE_MODEL, {"type": "direct"})
 
 
 class ThoughtPart(RequestModel):
@@ -102,7 +85,6 @@ class ReasoningParam(Item):
     type: Literal["reasoning"]
     content: list[ThoughtPart] | None = None
     summary: list[ThoughtPart] | None = None
-    encrypted_content: Any = hint("reasoning is read in plain text")
 
 
 class OtherItem(OtherTool):
@@ -131,15 +113,12 @@ def _tag(value: Any, default: str, tags: Mapping[str, str]) -> str:
 class ToolFields(RequestModel):
     name: str
     description: str | None = None
-    defer_loading: Any = hint("all tools are loaded")
-    allowed_callers: Any = refused(_BY_THE_MODEL, ["direct"])
 
 
 class FunctionTool(ToolFields):
     type: Literal["function"]
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    output_schema: Any = hint("the model sees what a call gives")
 
 
 class CustomTool(ToolFields):
@@ -194,19 +173,14 @@ class TextFormat(RequestModel):
 
 class TextConfig(RequestModel):
     format: TextFormat | None = None
-    verbosity: Any = hint("the model's template has no place for it; the messages can ask for it")
 
 
 class ReasoningConfig(RequestModel):
     effort: Name | None = None
-    summary: Any = hint("reasoning comes whole, without a summary")
-    generate_summary: Any = hint("reasoning comes whole, without a summary")
-    context: Any = hint("the template says which reasoning the model sees again")
-    mode: Any = hint("there is one mode of reasoning")
 
 
 class ObfuscationOptions(RequestModel):
-    include_obfuscation: Any = hint("the pieces of an answer are sent as they come")
+    """Options of the stream."""
 
 
 Metadata = Annotated[
@@ -242,12 +216,6 @@ class InputTokensRequest(SamplingFields, EngineFields):
     # Beyond OpenAI, as in chats:
     stop: Phrase | list[Phrase] | None = Field(None, description="Texts that end the answer, without being part of it.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
-    max_tool_calls: Any = hint("it bounds calls of built-in tools, of which there are none")
-    client_metadata: Any = hint("a label of the client's")
-    conversation: Any = refused("previous_response_id continues a response that is kept")
-    context_management: Any = refused("truncation leaves out the oldest messages", [])
-    moderation: Any = refused("there is no moderation")
-    prompt: Any = refused("there are no stored prompts; write it as instructions and input")
 
 
 class ResponsesRequest(InputTokensRequest):

@@ -8,19 +8,20 @@ import itertools
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from fastapi import Query
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from starlette.requests import Request
 
-from octavo.server.answer_format import custom_function
-from octavo.server.chat import Chat, num_chat_tokens, prepare_chat
-from octavo.server.http.bodies import read_model, run_in_thread_if_large
-from octavo.server.http.errors import ApiError, renamed_errors, unsupported, wrong
+from octavo.core.errors import CONTEXT_LENGTH, InvalidRequestError
+from octavo.core.sampling_params import StructuredOutputsParams
+from octavo.server.answer_format import AnswerFormat
+from octavo.server.chat import Chat, ChatPrompt, begin_chat, make_chat_prompt, num_chat_tokens, prepare_chat
+from octavo.server.chat_call import ChatCall, Function, Message, RequestTools, generation_fields, read_tool_choice
+from octavo.server.http.bodies import run_in_thread_if_large
+from octavo.server.http.errors import invalid_at, renamed_errors, unsupported
 from octavo.server.http.middleware import owner_of
-from octavo.server.openai.protocol import ChatCompletionRequest, SamplingFields
 from octavo.server.openai.response_protocol import (
     CallOutputParam,
     Content,
@@ -40,11 +41,8 @@ from octavo.server.openai.response_protocol import (
     Namespace,
     ReasoningParam,
     ToolChoiceParam,
-    ToolParam,
 )
 from octavo.server.state import ServerState, StoredResponse, state_of
-
-Message = dict[str, Any]
 
 ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
@@ -59,16 +57,6 @@ class ToolOrigin:
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseTools:
-    """The tools of a request."""
-
-    #: The fields ``tools`` and ``tool_choice`` of the chat request, if they are not empty.
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    #: By function name of the chat.
-    origins: Mapping[str, ToolOrigin] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class ResponseInput:
     """The conversation that a response answers."""
 
@@ -78,9 +66,12 @@ class ResponseInput:
     items: list[InputItem]
     #: Bytes of the items as JSON.
     items_size: int
-    #: The whole conversation, with the instructions.
+    #: The whole conversation, with the instructions; and where each message begins in the request.
     messages: list[Message]
-    tools: ResponseTools
+    paths: list[str]
+    tools: RequestTools
+    #: By function name of the chat.
+    origins: Mapping[str, ToolOrigin]
 
     def all_items(self, output: Iterable[InputItem] = ()) -> list[InputItem]:
         """The items of the whole conversation, then those of ``output``."""
@@ -98,15 +89,14 @@ async def read_input(service: ServerState, request: Request, body: InputTokensRe
     if body.previous_response_id is not None:
         earlier = service.responses.get(body.previous_response_id, owner_of(request))
         if earlier.run is not None and not earlier.run.has_ended:
-            raise wrong("previous_response_id", "this response is still in progress")
+            raise invalid_at("previous_response_id", "this response is still in progress")
     before = [] if earlier is None else earlier.items
     items: list[InputItem] = []
     if body.input is not None:
         items = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
-    messages = await run_in_thread_if_large(request, conversation, body, items, before)
+    messages, paths = await run_in_thread_if_large(request, conversation, body, items, before)
     size = await run_in_thread_if_large(request, _assign_ids, items, before)
-    tools = read_response_tools(service, body.tools or [], body.tool_choice)
-    return ResponseInput(earlier, items, size, messages, tools)
+    return ResponseInput(earlier, items, size, messages, paths, *read_response_tools(service, body))
 
 
 def size_of(items: list[InputItem]) -> int:
@@ -134,17 +124,12 @@ def _assign_ids(items: list[InputItem], before: list[InputItem]) -> int:
 
 # The chat of a response.
 
-#: Fields of the same name and meaning in a chat request.
-_SHARED = (
-    "model", "parallel_tool_calls", "user", "stop", "chat_template_kwargs", *SamplingFields.model_fields
-)  # fmt: skip
-#: Names of chat fields on this route, for errors.
-RENAMED = {
+#: Names of fields of the call on this route, for errors.
+_NAMES = {
+    "prompt": "input",
     "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
-    "response_format": "text",
-    "reasoning_effort": "reasoning",
+    "reasoning_effort": "reasoning.effort",
 }
 LOGPROBS = "message.output_text.logprobs"
 #: Values of ``include``. All but ``LOGPROBS`` have no effect: there are no such tools, and reasoning is plain text.
@@ -155,53 +140,119 @@ INCLUDABLE = frozenset(
         "code_interpreter_call.outputs",
     }
 )  # fmt: skip
-#: Tokens that a chat template typically adds per message.
-_MESSAGE_TOKENS = 6
+
+
+def response_call(body: InputTokensRequest, inputs: ResponseInput) -> ChatCall:
+    for name in body.include or []:
+        if name not in INCLUDABLE:
+            raise unsupported("include", f"is not supported: {name[:100]!r} is unknown here")
+    if body.stream_options is not None and not body.stream:
+        raise invalid_at("stream_options", "is allowed only with stream=true")
+    # A response in the background streams too: clients may retrieve it half done.
+    streams = body.stream is True or body.background is True
+    return ChatCall(
+        messages=inputs.messages,
+        tools=inputs.tools,
+        variables=body.chat_template_kwargs or {},
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        fields=generation_fields(body, stream=streams, stream_options=None),
+        answer_format=_answer_format(body),
+        max_tokens=body.max_output_tokens,
+        has_no_token_limit=body.has_no_token_limit,
+        top_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or []) else None,
+        names={**_NAMES, **{f"messages[{i}]": path for i, path in enumerate(inputs.paths)}},
+    )
+
+
+def _answer_format(body: InputTokensRequest) -> AnswerFormat | None:
+    answer = None if body.text is None else body.text.format
+    if answer is None or answer.type == "text":
+        return None
+    if answer.type == "json_object":
+        return AnswerFormat("text.format", StructuredOutputsParams(json_object=True))
+    for name in ("name", "schema_"):
+        if getattr(answer, name) is None:
+            raise invalid_at(f"text.format.{name.rstrip('_')}", "it is missing")
+    strict = answer.strict or None
+    params = StructuredOutputsParams(json=answer.schema_, disable_additional_properties=strict, strict=strict)
+    return AnswerFormat("text.format.schema", params)
 
 
 async def prepare_response_chat(
-    service: ServerState, request: Request, body: InputTokensRequest, messages: list[Message], tools: ResponseTools
+    service: ServerState, request: Request, body: InputTokensRequest, inputs: ResponseInput
 ) -> Chat:
     """Prepares the chat of a response. With ``truncation: auto``, drops the oldest messages that exceed the context."""
+    call = response_call(body, inputs)
+    if body.truncation != "auto":
+        return await prepare_chat(service, request, call, prefix="resp")
+    with renamed_errors(call.names):
+        model = await service.model(body.model)
+        call, prompt = await _truncate(service, request, call)
+    with renamed_errors(call.names):
+        return await begin_chat(service, request, call, model, prompt, prefix="resp")
+
+
+#: Tokens that a chat template typically adds per message, and by which texts beside each other may be fewer.
+_MESSAGE_TOKENS, _MERGED = 6, 2
+#: Prompts that are rendered by estimates, before the rest of the cuts is halved each time.
+_MOST_ESTIMATES = 4
+
+
+async def _truncate(service: ServerState, request: Request, call: ChatCall) -> tuple[ChatCall, ChatPrompt]:
+    """The call without the oldest messages, as few as must go for the context, and its prompt.
+
+    Each message is tokenized once. What the template adds to them is estimated by the prompts that have been rendered,
+    so that the third one is usually the last. If no prompt fits, the shortest is returned.
+    """
+    messages = call.messages
     head = 1 if messages and messages[0]["role"] == "system" else 0
     # Where the kept messages may begin: not with the output of a call that was dropped.
     cuts = [i for i in range(head, len(messages)) if i == head or messages[i]["role"] != "tool"] or [head]
+    max_tokens = service.default_max_tokens(None) if call.max_tokens is None else call.max_tokens
+    room = service.llm.max_model_len - (max_tokens or 1)
 
-    async def prepare(cut: int) -> Chat:
-        fields = chat_body(body, messages[:head] + messages[cut:], tools)
-        with renamed_errors(RENAMED):
-            chat = await run_in_thread_if_large(request, read_model, ChatCompletionRequest, fields, service)
-            return await prepare_chat(service, request, chat, prefix="resp")
+    async def prompt_of(cut: int) -> tuple[ChatCall, ChatPrompt]:
+        kept = [*range(head), *range(cut, len(messages))]
+        names = dict(call.names)
+        names |= {f"messages[{i}]": call.names.get(f"messages[{k}]", "input") for i, k in enumerate(kept)}
+        shorter = replace(call, messages=[messages[k] for k in kept], names=names)
+        return shorter, await make_chat_prompt(service, request, shorter)
 
-    try:
-        return await prepare(head)
-    except ApiError as e:
-        if e.code != "context_length_exceeded" or body.truncation != "auto" or len(cuts) == 1:
-            raise
-    # Searches the first cut that fits from the estimated one: in steps that double, then by bisection.
-    low, high, step, chat = 1, len(cuts) - 1, 1, None
-    probe = min(max(await _estimate_cut(service, body, messages, head, cuts), low), high)
-    while chat is None or low < high:
+    texts: list[int] = []  # tokens of the messages that each cut keeps
+    added: float = _MESSAGE_TOKENS
+    low, high, fitting = 0, len(cuts) - 1, None
+    probe = best = best_length = num_rendered = 0
+    while low <= high:
+        length = None  # it has more characters than are tokenized
         try:
-            chat, high = await prepare(cuts[probe]), probe
-            probe -= step
-        except ApiError as e:
-            if e.code != "context_length_exceeded" or probe == len(cuts) - 1:
+            rendered = await prompt_of(cuts[probe])
+            length = len(rendered[1].tokens["prompt_token_ids"])
+        except InvalidRequestError as e:
+            if e.kind != CONTEXT_LENGTH or probe == len(cuts) - 1:
                 raise
+        num_rendered += 1
+        if length is not None and (length <= room or probe == len(cuts) - 1):
+            fitting, best, best_length, high = rendered, probe, length, probe - 1
+        else:
             low = probe + 1
-            probe += step
-        step *= 2
-        if chat is None:
-            probe = min(probe, high)
-        elif not low <= probe < high:
+        if low > high:
+            break
+        texts = texts or await _count_tokens(service, messages, head, cuts)
+        if length is not None:
+            added = max((length - texts[probe]) / (head + len(messages) - cuts[probe]), 0)
+        if fitting is not None and best_length + texts[best - 1] - texts[best] - _MERGED > room:
+            break  # the texts alone of the message before do not fit
+        if num_rendered > _MOST_ESTIMATES:
             probe = (low + high) // 2
-    return chat
+        else:
+            lengths = [-(texts[k] + added * (head + len(messages) - cuts[k])) for k in range(low, high + 1)]
+            probe = min(low + bisect.bisect_left(lengths, -room), high)
+    assert fitting is not None
+    return fitting
 
 
-async def _estimate_cut(
-    service: ServerState, body: InputTokensRequest, messages: list[Message], head: int, cuts: list[int]
-) -> int:
-    """The index of the first cut whose messages should fit the context; each message is tokenized once."""
+async def _count_tokens(service: ServerState, messages: list[Message], head: int, cuts: list[int]) -> list[int]:
+    """For each cut, the tokens of the texts of the messages that it keeps."""
 
     def text_of(message: Message) -> str:
         content = message.get("content")
@@ -209,64 +260,49 @@ async def _estimate_cut(
             content = [part for part in content if part["type"] == "text"]
         return "".join(str(part) for part in (content, message.get("tool_calls")) if part)
 
-    texts, length = [text_of(message) for message in messages[:head]], 0
-    for message in reversed(messages[head:]):
+    texts, length = list[str](), 0
+    for message in [*messages[:head], *reversed(messages[head:])]:
         texts.append(text_of(message))
         length += len(texts[-1])
         if length > service.max_prompt_chars:  # older messages are dropped in any case
             break
-    with renamed_errors(RENAMED):
-        ids = await asyncio.to_thread(service.llm.tokenizer.encode_batch, texts, False)
-    room = service.llm.max_model_len - (body.max_output_tokens or 1)
-    used = list(itertools.accumulate(len(tokens) + _MESSAGE_TOKENS for tokens in ids))
-    kept = sum(tokens <= room for tokens in used[head:])
-    return bisect.bisect_left(cuts, len(messages) - kept)
+    ids = await asyncio.to_thread(service.llm.tokenizer.encode_batch, texts, False)
+    used = list(itertools.accumulate(map(len, ids)))
+    # used[n]: tokens of the head and the last n - head + 1 messages.
+    return [
+        used[kept] if (kept := head + len(messages) - cut - 1) < len(used) else service.max_prompt_chars for cut in cuts
+    ]
 
 
-def chat_body(body: InputTokensRequest, messages: list[Message], tools: ResponseTools) -> dict[str, Any]:
-    """The fields of the chat request; ``messages`` are the conversation, with the instructions."""
-    chat: dict[str, Any] = {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
-    chat |= {"messages": messages, "max_completion_tokens": body.max_output_tokens, "n": 1}
-    # A response in the background streams too: clients may retrieve it half done.
-    chat["stream"] = body.stream is True or body.background is True
-    for name in body.include or []:
-        if name not in INCLUDABLE:
-            raise unsupported("include", f"include is not supported: {name[:100]!r} is unknown here")
-    if LOGPROBS in (body.include or []):
-        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    text_format = None if body.text is None else body.text.format
-    if text_format is not None:
-        chat["response_format"] = {"type": text_format.type}
-        if text_format.type == "json_schema":
-            for name in ("name", "schema_"):
-                if getattr(text_format, name) is None:
-                    raise wrong(f"text.format.{name.rstrip('_')}", "it is missing")
-            schema: dict[str, Any] = {"name": text_format.name, "schema": text_format.schema_}
-            schema |= {"strict": text_format.strict, "description": text_format.description}
-            chat["response_format"]["json_schema"] = {name: v for name, v in schema.items() if v is not None}
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        chat["reasoning_effort"] = body.reasoning.effort
-    if body.stream_options is not None and not body.stream:
-        raise wrong("stream_options", "it is allowed only with stream=true")
-    return {**chat, **tools.fields}
-
-
-def conversation(body: InputTokensRequest, items: list[InputItem], earlier: list[InputItem]) -> list[Message]:
-    """The chat messages of a request: its instructions, the items that it continues, and its input.
+def conversation(
+    body: InputTokensRequest, items: list[InputItem], earlier: list[InputItem]
+) -> tuple[list[Message], list[str]]:
+    """The chat messages of a request: its instructions, the items that it continues, and its input; and their paths.
 
     Instructions and leading system messages become one message: many templates accept only one.
     """
-    messages = messages_of(items, earlier)
+    paths: list[str] = []
+    messages = messages_of(items, earlier, paths)
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
+        paths.insert(0, "instructions")
     texts = []
     while messages and messages[0]["role"] in ("system", "developer") and isinstance(messages[0]["content"], str):
         texts.append(messages.pop(0)["content"])
-    return [{"role": "system", "content": "\n\n".join(texts)}, *messages] if texts else messages
+    if texts:
+        messages.insert(0, {"role": "system", "content": "\n\n".join(texts)})
+        paths[: len(texts)] = paths[:1]
+    return messages, paths
 
 
-def messages_of(items: Sequence[InputItem], earlier: Sequence[InputItem]) -> list[Message]:
-    """The chat messages of items; consecutive reasoning, text and tool calls are one message of the assistant."""
+def messages_of(
+    items: Sequence[InputItem], earlier: Sequence[InputItem], paths: list[str] | None = None
+) -> list[Message]:
+    """The chat messages of items; consecutive reasoning, text and tool calls are one message of the assistant.
+
+    ``paths`` receives the path of the item at which each message begins.
+    """
+    paths = [] if paths is None else paths
     messages: list[Message] = []
     # The assistant's message that the next item may join.
     current: Message | None = None
@@ -274,6 +310,7 @@ def messages_of(items: Sequence[InputItem], earlier: Sequence[InputItem]) -> lis
 
     def begin_message() -> Message:
         messages.append({"role": "assistant", "content": None})
+        paths.append(path)
         return messages[-1]
 
     for name, part in (("previous_response_id", earlier), ("input", items)):
@@ -284,6 +321,7 @@ def messages_of(items: Sequence[InputItem], earlier: Sequence[InputItem]) -> lis
                 if item.role != "assistant":
                     current = None
                     messages.append({"role": item.role, "content": content})
+                    paths.append(path)
                     continue
                 if current is None or current["content"] is not None or "tool_calls" in current:
                     current = begin_message()
@@ -301,21 +339,22 @@ def messages_of(items: Sequence[InputItem], earlier: Sequence[InputItem]) -> lis
                 call_ids.add(item.call_id)
             elif isinstance(item, CallOutputParam):
                 if item.call_id not in call_ids:
-                    raise wrong(f"{path}.call_id", f"there is no function call {item.call_id[:100]!r} before it")
+                    raise invalid_at(f"{path}.call_id", f"there is no function call {item.call_id[:100]!r} before it")
                 current = None
                 output = _content(item.output, f"{path}.output")
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+                paths.append(path)
             elif isinstance(item, ReasoningParam):
                 if texts := [part.text for part in item.content or item.summary or []]:  # none: it is encrypted
                     current = begin_message()
                     current["reasoning_content"] = "\n".join(texts)
             elif item.type == "item_reference":
-                raise unsupported("input", f"{path} is not supported: previous_response_id continues a stored response")
+                raise unsupported(path, "is not supported: previous_response_id continues a stored response")
             else:
                 raise unsupported(
-                    "input",
-                    f"{path} is not supported: its type is {item.type[:100]!r}; there are messages, calls of the "
-                    "client's tools and their outputs, and reasoning, but no built-in tools",
+                    path,
+                    f"is not supported: its type is {item.type[:100]!r}; there are messages, calls of the client's "
+                    "tools and their outputs, and reasoning, but no built-in tools",
                 )
     return messages
 
@@ -331,7 +370,7 @@ def _content(value: Content, path: str) -> str | list[Message]:
         if isinstance(part, InputPart):
             parts.append({"type": "text", "text": part.text})
         elif part.image_url is None:
-            raise wrong(f"{path}[{i}].image_url", "it is missing")
+            raise invalid_at(f"{path}[{i}].image_url", "it is missing")
         else:
             parts.append({"type": "image_url", "image_url": {"url": part.image_url}})
     return parts
@@ -341,10 +380,11 @@ def _content(value: Content, path: str) -> str | list[Message]:
 
 
 def read_response_tools(
-    service: ServerState, tools: Sequence[ToolParam], choice: str | ToolChoiceParam | None
-) -> ResponseTools:
-    functions, origins = list[dict[str, Any]](), dict[str, ToolOrigin]()
-    for i, entry in enumerate(tools):
+    service: ServerState, body: InputTokensRequest
+) -> tuple[RequestTools, Mapping[str, ToolOrigin]]:
+    """The functions of the chat, and by their names the tools for which they stand."""
+    functions, origins = list[Function](), dict[str, ToolOrigin]()
+    for i, entry in enumerate(body.tools or ()):
         entries: list[tuple[str, Any, str | None]] = [(f"tools[{i}]", entry, None)]
         if isinstance(entry, Namespace):
             entries = [(f"tools[{i}].tools[{k}]", tool, entry.name) for k, tool in enumerate(entry.tools)]
@@ -354,24 +394,22 @@ def read_response_tools(
                 continue
             name = _function_name(tool.name, namespace)
             origins[name] = ToolOrigin(tool.name, namespace, isinstance(tool, CustomTool))
-            if isinstance(tool, FunctionTool):
-                fields = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-            else:
-                fields = custom_function(tool.description, tool.format)
-            function = {"name": name, **{k: value for k, value in fields.items() if value is not None}}
-            functions.append({"type": "function", "function": function})
-    chosen: Any = choice
+            if isinstance(tool, CustomTool):
+                functions.append(Function.of_custom(path, name, tool.description, tool.format))
+                continue
+            fields = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+            functions.append(Function.of(path, name, fields))
+    choice, parallel = body.tool_choice, body.parallel_tool_calls
     if isinstance(choice, ToolChoiceParam) and choice.type == "allowed_tools":
         allowed = [_chosen_function(tool, origins) for tool in choice.tools or []]
         for name in allowed:
             if name not in origins:
-                raise wrong("tool_choice.tools", f"there is no tool {name[:100]!r} among tools")
-        functions = [tool for tool in functions if tool["function"]["name"] in allowed]
-        chosen = choice.mode or "auto"
-    elif isinstance(choice, ToolChoiceParam):
-        chosen = {"type": "function", "function": {"name": _chosen_function(choice, origins)}}
-    chat = {"tools": functions, "tool_choice": chosen}
-    return ResponseTools({name: value for name, value in chat.items() if value}, origins)
+                raise invalid_at("tool_choice.tools", f"there is no tool {name[:100]!r} among tools")
+        functions = [function for function in functions if function.name in allowed]
+        return RequestTools.of(functions, choice.mode or "auto", parallel=parallel), origins
+    if isinstance(choice, ToolChoiceParam):
+        return RequestTools.of(functions, "named", [_chosen_function(choice, origins)], parallel=parallel), origins
+    return RequestTools.of(functions, *read_tool_choice(choice), parallel=parallel), origins
 
 
 def _function_name(name: str, namespace: str | None) -> str:
@@ -382,8 +420,8 @@ def _function_name(name: str, namespace: str | None) -> str:
 def _chosen_function(choice: NamedTool, origins: Mapping[str, ToolOrigin]) -> str:
     """The name of the chat's function for a chosen tool; a tool that does not exist is refused with the chat."""
     if choice.type not in ("function", "custom") or choice.name is None:
-        message = f"tool_choice is not supported: its type is {choice.type[:100]!r}; there are no built-in tools"
-        raise unsupported("tool_choice", message)
+        problem = f"is not supported: its type is {choice.type[:100]!r}; there are no built-in tools"
+        raise unsupported("tool_choice", problem)
     return next((name for name, origin in origins.items() if origin.name == choice.name), choice.name)
 
 
@@ -396,13 +434,10 @@ async def count_input_tokens(request: Request, body: InputTokensRequest) -> Inpu
     await service.model(body.model)
     inputs = await read_input(service, request, body)
     if body.truncation == "auto":
-        prepared = await prepare_response_chat(service, request, body, inputs.messages, inputs.tools)
+        prepared = await prepare_response_chat(service, request, body, inputs)
         count = len(prepared.generation.prompts[0]["prompt_token_ids"])
     else:
-        fields = chat_body(body, inputs.messages, inputs.tools)
-        with renamed_errors(RENAMED):
-            chat = await run_in_thread_if_large(request, read_model, ChatCompletionRequest, fields, service)
-            count = await num_chat_tokens(service, request, chat)
+        count = await num_chat_tokens(service, request, response_call(body, inputs))
     return InputTokens(object="response.input_tokens", input_tokens=count)
 
 
@@ -410,7 +445,7 @@ async def list_input_items(
     request: Request,
     response_id: str,
     after: str | None = None,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    limit: Annotated[int, Field(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> ItemList:
     """The input items of a stored response and of the responses that it continues, in pages."""
@@ -421,7 +456,7 @@ async def list_input_items(
     if after is not None:
         indexes = [i for i, item in enumerate(items) if getattr(item, "id", None) == after]
         if not indexes:
-            raise wrong("after", f"the response has no input item {after[:100]!r}")
+            raise invalid_at("after", f"the response has no input item {after[:100]!r}")
         start = indexes[0] + 1
     page = [_listed_item(item) for item in items[start : start + limit]]
     ids = [item["id"] for item in page]

@@ -10,16 +10,15 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Annotated, Any
 
-from fastapi import Query
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.core.sampling_params import SamplingParams
-from octavo.server.answer_format import custom_input
 from octavo.server.chat import Chat, ChoiceEvents
+from octavo.server.chat_call import custom_input
 from octavo.server.generation import TextLogprobs, Token, make_chat_logprobs
-from octavo.server.http.errors import ApiError, as_api_error, invalid, renamed_outputs, unsupported, wrong
+from octavo.server.http.errors import ApiError, as_api_error, invalid_at, unsupported
 from octavo.server.http.middleware import owner_of
 from octavo.server.http.streaming import Event, EventStream, PendingChat, encode_event
 from octavo.server.openai.protocol import TokenLogprob
@@ -44,7 +43,6 @@ from octavo.server.openai.response_protocol import (
 )
 from octavo.server.openai.response_request import (
     ITEMS,
-    RENAMED,
     ResponseInput,
     ToolOrigin,
     prepare_response_chat,
@@ -67,12 +65,11 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     if service.responses.max_responses == 0:
         for name in ("store", "background"):
             if getattr(body, name):
-                message = f"{name} is not supported: this server keeps no responses (max_stored_responses)"
-                raise unsupported(name, message)
+                raise unsupported(name, "is not supported: this server keeps no responses (max_stored_responses)")
     elif body.background and body.store is False:
-        raise wrong("background", "a background response must be stored: leave out store=false")
+        raise invalid_at("background", "a background response must be stored: leave out store=false")
     inputs = await read_input(service, request, body)
-    chat = await prepare_response_chat(service, request, body, inputs.messages, inputs.tools)
+    chat = await prepare_response_chat(service, request, body, inputs)
     pending = PendingResponseObject(service, request, body, chat, inputs)
     if not body.background:
         return await pending.respond(request, body.stream, deadline)
@@ -87,18 +84,18 @@ async def retrieve_response(
     request: Request,
     response_id: str,
     stream: bool = False,
-    starting_after: Annotated[int | None, Query(ge=0)] = None,
+    starting_after: Annotated[int | None, Field(ge=0)] = None,
 ) -> Response:
     """A stored response as it is now; with ``stream``, the events of one that was streamed in the background."""
     service = state_of(request)
     stored = service.responses.get(response_id, owner_of(request))
     if not stream:
         if starting_after is not None:
-            raise wrong("starting_after", "it is allowed only with stream=true")
+            raise invalid_at("starting_after", "it is allowed only with stream=true")
         return _stored_as_json(stored)
     if stored.run is None or not stored.run.keeps_events:
         message = "only responses created with background=true and stream=true keep their events"
-        raise unsupported("stream", f"stream is not supported: {message}")
+        raise unsupported("stream", f"is not supported: {message}")
     events = stored.run.follow(-1 if starting_after is None else starting_after)
     return EventStream(events, service.deadline() + _FOLLOW_GRACE)
 
@@ -109,7 +106,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     run = responses.get(response_id, owner_of(request)).run
     if run is None:
         message = "only a response created with background=true can be cancelled; others end with the connection"
-        raise invalid("response_id", message, "not_in_background")
+        raise invalid_at("response_id", message, "not_in_background")
     await run.stop()
     return _stored_as_json(responses.get(response_id, owner_of(request)))
 
@@ -128,20 +125,18 @@ def _stored_as_json(stored: StoredResponse) -> Response:
 class PendingResponseObject(PendingChat):
     """Formats a chat as a ``ResponseObject``, and stores it: at its end, or by its ``BackgroundResponse``."""
 
-    names = RENAMED
-
     def __init__(
         self, service: ServerState, request: Request, body: ResponsesRequest, chat: Chat, inputs: ResponseInput
     ) -> None:
         super().__init__(chat)
         self.service, self.request, self.body, self.inputs = service, request, body, inputs
         self._is_stored = body.store is not False and service.responses.max_responses > 0
-        self.growing = GrowingResponse(self._empty_response(), inputs.tools.origins, self._format_logprobs)
+        self.growing = GrowingResponse(self._empty_response(), inputs.origins, self._format_logprobs)
 
     def grow(self, choice: ChoiceEvents) -> list[Event]:
         growing, events = self.growing, []
         if not growing.has_begun:
-            if self.chat.top_logprobs is not None:
+            if self.chat.call.top_logprobs is not None:
                 growing.logprobs = self.chat.generation.track(TextLogprobs, choice.output)
             events += growing.begin()
         if growing.logprobs is not None:
@@ -206,7 +201,7 @@ class PendingResponseObject(PendingChat):
         )
 
     def _format_logprobs(self, tokens: list[Token]) -> list[TokenLogprob]:
-        return make_chat_logprobs(self.chat.generation.token_names, tokens, self.chat.top_logprobs or 0).content
+        return make_chat_logprobs(self.chat.generation.token_names, tokens, self.chat.call.top_logprobs or 0).content
 
     def _usage(self) -> ResponseUsage:
         usage = self.chat.generation.usage()
@@ -277,7 +272,7 @@ class BackgroundResponse:
         self._store.put(self.id, pending.stored(self))
         if self.id not in self._store:
             message = "the response does not fit into this server's response store (max_stored_response_bytes)"
-            raise invalid("background", message, "too_large")
+            raise invalid_at("background", message, "too_large")
         return first
 
     def encode(self) -> bytes:
@@ -313,10 +308,10 @@ class BackgroundResponse:
                 await changed.wait()
 
     async def _run(self, pending: PendingResponseObject) -> None:
-        growing, outputs = pending.growing, renamed_outputs(pending.chat, pending.names)
+        growing, outputs = pending.growing, pending.chat.outputs()
         try:
             async with asyncio.timeout_at(self._deadline), aclosing(outputs):
-                async for choice in outputs:
+                async for [choice] in outputs:
                     self._add(pending.grow(choice))
                     if growing.has_ended:
                         self._end(pending)

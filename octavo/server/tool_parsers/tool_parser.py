@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from octavo.engine.chat_messages import CallFormat
-from octavo.grammar.json_schema import closed
+from octavo.grammar.json_schema import forbid_extra_properties
 
 # The events of a choice, which the routes format.
 
@@ -477,7 +477,7 @@ class CallGrammar:
         for i, (name, schema) in enumerate(tools.items()):
             # Objects have only the properties that the schema names: functions take no others.
             options = {**_JSON_OPTIONS, "strict": True} if name in strict else _JSON_OPTIONS
-            whole = json.dumps({**closed(dict(schema)), "x-guidance": options})
+            whole = json.dumps({**forbid_extra_properties(dict(schema)), "x-guidance": options})
             self._rules.append(f"arguments_{i}: %json {whole}")
         calls = [self._call(name, i, self._text(form.pieces(name)[0])) for i, name in enumerate(self._names)]
         self._rules.append(f"call: {' | '.join(calls)}")

@@ -34,8 +34,8 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     heads = x.view(2048, 32, 128)
     yield "rms_norm", lambda: elementwise.rms_norm(x, weight[0], 1e-5)
     ids = torch.zeros(2048, dtype=torch.int64)
-    yield "embedding", lambda: elementwise.embedding(ids, weight, 0, 1.0, None)
-    yield "embedding scaled and added", lambda: elementwise.embedding(ids, weight, 7, 2.5, residual)
+    yield "embedding", lambda: elementwise.embedding(ids, weight)
+    yield "embedding scaled and added", lambda: elementwise.embedding(ids, weight, 7, scale=2.5, add=residual)
     yield "rms_norm heads", lambda: elementwise.rms_norm(heads[:, :8], weight[0, :128], 1e-5)
     for name in ("silu", "gelu", "gelu_tanh", "relu"):
         yield f"{name} gated", partial(elementwise.activate, x, name, gated=True)

@@ -219,7 +219,6 @@ def test_the_backend_gates_products_of_any_width(inner: int, quantization: str |
     x, weight = randn(2, 96, dtype=torch.bfloat16), randn(2 * inner, 96, dtype=torch.bfloat16, seed=1) / 10
     plain = kernels.pack([weight], quantization=quantization)
     gated = kernels.pack(weight.chunk(2), quantization=quantization, gated=True)
-    assert plain.nbytes >= weight.nbytes // (2 if quantization else 1)
     apart = activate(plain(x), activation, gated=True)
     assert torch.equal(gated(x, activation=activation), apart)
     assert gated(x[:0], activation=activation).shape == (0, inner)

@@ -11,7 +11,7 @@ from octavo.core.plan import TableChange
 from octavo.lab.simulate.allocators.buddy import BuddyAllocator, order_of
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.kv_group import AllocStatus, BlocksNeeded, Write
-from octavo.scheduler.queues import SchedulingState
+from octavo.scheduler.state import SchedulingState
 
 #: Token slots to reserve for the sequence with this id: its whole length or more.
 Reserve = Callable[[int], int]

@@ -15,7 +15,7 @@ from octavo.core.request import Generate, grammar_preparation
 from octavo.core.sampling_params import Grammar, SamplingParams
 from octavo.grammar import matcher
 from octavo.models.config_files import read_model_config
-from octavo.runner.preparer_kinds import GrammarPreparer
+from octavo.runner.grammars import GrammarPreparer
 from octavo.runner.preparers import PreparerContext, WorkerPreparations
 from tests.busy_machine import eventually
 
@@ -32,7 +32,7 @@ class Store:
         context = PreparerContext(config, read_model_config(folder), folder, none, none, samples, none)
         self.preparer = GrammarPreparer(context)
         self.preparations = WorkerPreparations({"grammar": self.preparer}, 0.05)
-        self.find = self.preparer.find
+        self.find = self.preparer.find_for
 
 
 make = Store
@@ -68,7 +68,7 @@ def test_compiled_found_and_dropped(tiny_model: Path) -> None:
     again = step(store, prepare=[grammar_preparation(A)])
     assert again.prepared == ["a"], "after a step that failed the plan repeats it"
     step(store, drop=["a"])
-    with pytest.raises(RuntimeError, match="not compiled"):
+    with pytest.raises(RuntimeError, match="not prepared"):
         store.find(task(A))
     assert store.find(task(B)) is not None
 

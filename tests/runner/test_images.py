@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from octavo.core.plan import NewSequence, StepPlan, TableChange
 from octavo.core.request import Feature, Generate
 from octavo.core.sampling_params import SamplingParams
-from octavo.runner.input_batch import InputBatch, RotaryPositions, image_positions
+from octavo.runner.images import RotaryPositions, image_positions
+from octavo.runner.input_batch import FlatInputs, InputBatch
 
 torch = pytest.importorskip("torch")
 
@@ -58,9 +59,10 @@ def test_positions_are_those_of_transformers(prompt: list[tuple[int, tuple[int, 
     beginning = image_positions(features)
     assert (beginning == want[:, : beginning.shape[1]]).all()
     rotary = RotaryPositions(4)
-    rotary.add(2, features)
-    rows, starts, offsets = np.array([2]), np.array([0]), np.array([0, length])
-    assert (rotary.array(rows, starts, offsets, np.arange(length)) == want).all()
+    rotary.add(NewSequence(1, [7] * length, length, 0, GREEDY, features=features), 2)
+    arrays: dict[str, np.ndarray] = {"positions": np.arange(length), "query_start_loc": np.array([0, length], np.int32)}
+    rotary.add_arrays(FlatInputs(arrays, 0, length, False), np.array([2]), np.array([0]))
+    assert (arrays["rotary_positions"] == want).all()
     assert (want <= np.arange(length)).all(), "tables are long enough"
 
 
@@ -74,7 +76,7 @@ def test_an_image_needs_the_grid_of_its_features() -> None:
 def test_steps_have_the_positions_of_their_sequences(seed: int) -> None:
     """Sequences with images and without, cut into chunks at any place, forked, forgotten and decoding."""
     rng = random.Random(seed)
-    batch = InputBatch(4, 200, 16, rotary=RotaryPositions(4))
+    batch = InputBatch(4, 200, 16, features=[RotaryPositions(4)])
     want: dict[int, np.ndarray] = {}
     done: dict[int, int] = {}
 
@@ -120,7 +122,7 @@ def test_steps_have_the_positions_of_their_sequences(seed: int) -> None:
 
 
 def test_the_token_after_an_image_at_the_end_of_a_prompt_is_no_repetition() -> None:
-    batch = InputBatch(2, 40, 16, rotary=RotaryPositions(2))
+    batch = InputBatch(2, 40, 16, features=[RotaryPositions(2)])
     batch.add(NewSequence(1, [7] * 8, 8, 7, GREEDY, features=[Feature(2, 6, b"", grid=(1, 2, 3))]))
     batch.change_table(TableChange(1, 0, [0, 1, 2]))
     columns = []

@@ -1,115 +1,31 @@
-"""The kinds of ``Preparer`` but images: grammars, encoder inputs, LoRA adapters and prompt adapters of one worker."""
+"""Adapters of a worker: LoRA adapters in slots of the layers, and prompt adapters with their virtual tokens."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from octavo.core.errors import AdapterError, InsufficientMemoryError, OctavoError
+from octavo.core.errors import AdapterError, InsufficientMemoryError
 from octavo.core.plan import NewSequence
-from octavo.core.request import AdapterRef, AnyTask, EncoderInput, Generate
-from octavo.core.sampling_params import UNUSABLE
-from octavo.kernels.interface import Kernels, LayerCache, LowRank, LowRankEmbedding, PackedAdapter
+from octavo.core.request import AdapterRef
+from octavo.kernels.interface import LowRank, LowRankEmbedding, PackedAdapter
 from octavo.layers.layer import LoraLayer
 from octavo.layers.linear import share_heads
 from octavo.loader.adapters import AdapterTargets, VirtualTokens, VirtualTokenSizes, read_adapter, read_prompt_adapter
 from octavo.models.network import Network
-from octavo.models.registry import network_class
 from octavo.process.startup import GIB
-from octavo.runner.input_batch import StepInputs
+from octavo.runner.input_batch import FlatInputs, Int64Array, StepInputs
 from octavo.runner.preparers import Preparer
-from octavo.sampling.logits_processors import CompiledGrammar
-from octavo.sampling.sampler import TokenTable
+from octavo.runner.row_feature import RowFeature
 
 if TYPE_CHECKING:
-    from octavo.grammar.matcher import GrammarTokenizer
     from octavo.runner.preparers import PreparerContext
-
-
-class GrammarPreparer(Preparer):
-    """Compiles grammars; builds the vocabulary before the first one.
-
-    A pipeline stage that does not sample compiles nothing, and reports each grammar at once.
-    """
-
-    #: A slow grammar does not delay others; llguidance releases the interpreter's lock.
-    num_threads = 2
-
-    def __init__(self, context: PreparerContext) -> None:
-        super().__init__()
-        tokenizer = context.options.tokenizer
-        self._folder = context.folder if tokenizer is None else Path(tokenizer)
-        self._vocab_size, self._eos_token_ids = context.config.vocab_size, context.config.eos_token_ids
-        self._samples = context.samples
-        self._tokenizer: GrammarTokenizer | None = None
-        self._lock = threading.Lock()
-
-    def prepare(self, payload: bytes) -> CompiledGrammar | None:
-        if not self._samples:
-            return None
-        # Late, so that a start does not wait for the imports.
-        from octavo.grammar.matcher import GrammarTokenizer, compile_grammar
-        from octavo.loader.tokenizer_files import load_backend
-
-        with self._lock:
-            if self._tokenizer is None:
-                backend, _ = load_backend(self._folder)
-                self._tokenizer = GrammarTokenizer(backend, self._vocab_size, self._eos_token_ids)
-        return CompiledGrammar(compile_grammar(payload.decode(), self._tokenizer), self._tokenizer)
-
-    def message(self, payload: bytes, error: Exception) -> str:
-        from octavo.grammar.matcher import GrammarError
-
-        if isinstance(error, GrammarError | OctavoError):
-            return f"{UNUSABLE}{error}"
-        return f"the grammar could not be compiled: {type(error).__name__}: {error}"
-
-    def find(self, task: AnyTask) -> CompiledGrammar | None:
-        """The compiled grammar of a task; None if it has none, or this worker does not sample."""
-        grammar = task.grammar if isinstance(task, Generate) else None
-        if grammar is None or not self._samples:
-            return None
-        if grammar.key not in self._resources:
-            raise RuntimeError(f"grammar {grammar.key} is not compiled")
-        compiled: CompiledGrammar | None = self._resources[grammar.key]
-        return compiled
-
-
-class EncoderInputPreparer(Preparer):
-    """Prepares the inputs of an encoder on the host: token ids of text, features of sound."""
-
-    def __init__(self, context: PreparerContext) -> None:
-        super().__init__()
-        self._config = context.config
-        self._network: type[Network] = network_class(context.config.architecture)
-
-    def prepare(self, payload: bytes) -> np.ndarray:
-        source = msgspec.msgpack.decode(payload, type=EncoderInput)
-        prepared = self._network.prepare_input(self._config, source.kind, source.payload)
-        if len(prepared) != source.num_tokens:
-            raise RuntimeError(f"the encoder's input has {len(prepared)} positions, not {source.num_tokens}")
-        return prepared
-
-    def message(self, payload: bytes, error: Exception) -> str:
-        return str(error) if isinstance(error, OctavoError) else super().message(payload, error)
-
-    def find(self, key: str) -> np.ndarray:
-        """A prepared input: token ids int64 [T], or features float32 [T, width]."""
-        if key not in self._resources:
-            raise RuntimeError(f"the encoder's input {key} is not prepared")
-        prepared: np.ndarray = self._resources[key]
-        return prepared
-
-
-# --- adapters ---------------------------------------------------------------------------------------------------------
 
 #: Niceness of threads that read adapters: a third of the processor time of a kernel's thread. A larger share would slow
 #: down steps; with a smaller one, requests of a new adapter would wait while other work fills all processors.
@@ -133,8 +49,14 @@ class AdapterPreparer(Preparer):
         return f"adapter {name!r} could not be loaded: {type(error).__name__}: {error}"
 
 
-class LoraPreparer(AdapterPreparer):
-    """Reads LoRA adapters, checks their values, packs them for this rank's layers, and copies them into slots."""
+class LoraPreparer(AdapterPreparer, RowFeature):
+    """Reads LoRA adapters, checks their values, packs them for this rank's layers, and copies them into slots.
+
+    As a feature of rows: gives each token the slot of its sequence's adapter.
+    """
+
+    #: Adapters without slots.
+    prompt_adapters: PromptAdapters | None = None
 
     def __init__(self, context: PreparerContext) -> None:
         super().__init__()
@@ -144,6 +66,10 @@ class LoraPreparer(AdapterPreparer):
         #: The adapter in each slot, and the slot of each adapter.
         self._held: dict[int, str] = {}
         self._slots: dict[str, int] = {}
+        self._kernels = context.layers.kernels
+        #: Slot of the adapter of each row, -1 without one; and the number of rows with an adapter.
+        self._of_row = np.full(context.options.max_num_seqs, -1, np.int32)
+        self._num_adapted = 0
 
     def prepare(self, payload: bytes) -> Packed:
         weights = read_adapter(
@@ -170,6 +96,30 @@ class LoraPreparer(AdapterPreparer):
         if key not in self._slots:
             raise RuntimeError(f"adapter {key} has no slot")
         return self._slots[key]
+
+    def add(self, sequence: NewSequence, row: int) -> None:
+        if (key := sequence.adapter) is not None and (self.prompt_adapters is None or key not in self.prompt_adapters):
+            self._set_row(row, self.slot_of(key))
+
+    def fork(self, parent: int, row: int) -> None:
+        self._set_row(row, int(self._of_row[parent]))
+
+    def forget(self, seq_id: int, row: int) -> None:
+        self._set_row(row, -1)
+
+    def _set_row(self, row: int, slot: int) -> None:
+        self._num_adapted += (slot >= 0) - (int(self._of_row[row]) >= 0)
+        self._of_row[row] = slot
+
+    def add_arrays(self, inputs: FlatInputs, rows: Int64Array, starts: Int64Array) -> None:
+        if self._num_adapted:
+            slots = np.repeat(self._of_row[rows], np.diff(inputs.arrays["query_start_loc"]))
+            inputs.arrays["adapters"], inputs.has_adapters = slots, bool((slots >= 0).any())
+
+    def use(self, rows: Int64Array) -> None:
+        """Makes the network's next products, outside a step, use the adapters of these rows."""
+        slots = self._of_row[rows]
+        self._kernels.adapters.use(self._kernels.wrap(slots) if (slots >= 0).any() else None)
 
     def reserved_bytes(self, free: int) -> int:
         each, count = adapter_bytes(self._layers.values()), self._options.num_host_loras
@@ -224,11 +174,7 @@ def adapter_bytes(layers: Iterable[LoraLayer]) -> int:
     return total
 
 
-#: Keys and values, the virtual tokens of a step, and their slots [G, t].
-_Write = tuple[np.ndarray, slice, NDArray[np.int64]]
-
-
-class PromptAdapters(AdapterPreparer):
+class PromptAdapters(AdapterPreparer, RowFeature):
     """Prompt adapters: their virtual tokens in the embedding table, and prefixes that are not written yet."""
 
     def __init__(self, context: PreparerContext) -> None:
@@ -244,7 +190,6 @@ class PromptAdapters(AdapterPreparer):
         self._held: dict[str, tuple[int, VirtualTokens]] = {}
         #: By sequence id: keys and values of a prefix that is not yet written to its blocks.
         self._unwritten: dict[int, np.ndarray] = {}
-        self._writes: list[_Write] = []
 
     def __contains__(self, key: str) -> bool:
         return key in self._held
@@ -291,27 +236,27 @@ class PromptAdapters(AdapterPreparer):
         assert self._network is not None
         self._network.set_virtual_tokens(first, embeddings)
 
-    def add(self, sequence: NewSequence, row: int, tokens: TokenTable) -> None:
+    def add(self, sequence: NewSequence, row: int) -> None:
         """Maps the placeholder tokens of a new sequence to its adapter's part of the table."""
         held = self._held.get(sequence.adapter) if sequence.adapter is not None else None
         if held is None:
             return
         part, virtual = held
-        prompt = tokens.ids[row, : sequence.num_prompt_tokens]
+        prompt = self.worker.batch.tokens.ids[row, : sequence.num_prompt_tokens]
         prompt[prompt >= self._config.vocab_size] += part * self._rows
         prefix = virtual.keys_values
         if prefix is not None and sequence.num_computed < prefix.shape[2]:
             self._unwritten[sequence.seq_id] = prefix
 
-    def forget(self, seq_id: int) -> None:
+    def forget(self, seq_id: int, row: int) -> None:
         self._unwritten.pop(seq_id, None)
 
-    def take_slots(self, inputs: StepInputs) -> None:
-        """Takes the KV slots of prefix tokens out of a step's inputs, for ``write_prefixes``."""
-        self._writes = []
+    def before_step(self, inputs: StepInputs) -> None:
+        """Writes keys and values of prefixes to the KV slots of their tokens, which the step then leaves alone."""
         if not self._unwritten:
             return
         slots, offsets = inputs.arrays["slot_mapping"], inputs.arrays["query_start_loc"]
+        kernels, caches = self._context.kernels, self.worker.cache.network_caches
         for i, seq_id in enumerate(inputs.seq_ids):
             prefix = self._unwritten.get(seq_id)
             if prefix is None:
@@ -320,14 +265,8 @@ class PromptAdapters(AdapterPreparer):
             if stop == prefix.shape[2]:
                 del self._unwritten[seq_id]
             rows = slice(int(offsets[i]), int(offsets[i]) + stop - start)
-            self._writes.append((prefix, slice(start, stop), slots[:, rows].copy()))
+            keys_values, groups = kernels.wrap(prefix[:, :, start:stop]), kernels.wrap(slots[:, rows].copy())
             slots[:, rows] = -1
-
-    def write_prefixes(self, kernels: Kernels, caches: Sequence[LayerCache]) -> None:
-        """Writes the keys and values of the step's prefixes; after the plan's moves of blocks, before the forward."""
-        for prefix, span, slots in self._writes:
-            keys_values, groups = kernels.wrap(prefix[:, :, span]), kernels.wrap(slots)
             for layer, cache in zip(range(len(prefix)), caches, strict=True):
                 keys, values = keys_values[layer, 0], keys_values[layer, 1]
                 kernels.reshape_and_cache(keys, values, cache, groups[cache.group])
-        self._writes = []

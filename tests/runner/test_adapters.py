@@ -8,16 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo import LLM
 from octavo.core.errors import InsufficientMemoryError
-from octavo.core.plan import NewSequence, StepResult, TableChange
+from octavo.core.plan import NewSequence, StepPlan, StepResult, TableChange
 from octavo.core.request import AdapterRef, Generate, LoRARequest, adapter_preparation
 from octavo.core.sampling_params import SamplingParams
 from octavo.loader.adapters import AdapterTargets
 from octavo.models.config_files import read_model_config
-from octavo.runner import preparer_kinds as lora_preparer
+from octavo.runner import adapters as lora_preparer
+from octavo.runner.input_batch import InputBatch
 from tests.runner.plan_worker import PROMPT, Samples, Worker, make_adapter, samples
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -71,6 +73,31 @@ def test_a_batch_mixes_adapters_and_none(worker: Worker, refs: list[AdapterRef])
     for ours, expected in zip(mixed, [*alone, alone[0]], strict=True):
         worker.assert_same(ours, expected)
     assert len({str([token for token, _ in one]) for one in alone}) == 3, "adapters change the answer"
+
+
+def test_tokens_have_the_slot_of_their_sequence(worker: Worker, refs: list[AdapterRef]) -> None:
+    load(worker, *refs[:2])
+    worker.step(place=[(0, refs[0].key), (1, refs[1].key)])
+    loras = worker.runner.loaded.loras
+    assert loras is not None
+    batch = InputBatch(max_num_seqs=4, max_model_len=16, block_size=4, features=[loras])
+    task = Generate(PARAMS, 0)
+    for seq_id, key in ((1, refs[1].key), (2, None)):
+        batch.add(NewSequence(seq_id, [5, 6, 7], 3, 0, task, key))
+        batch.change_table(TableChange(seq_id, 0, [seq_id]))
+    batch.fork(1, 4)
+    inputs = batch.build(StepPlan(step=1, seq_ids=[1, 2, 4], num_tokens=[2, 1, 1]))
+    assert inputs.seq_ids == [2, 4, 1]
+    assert inputs.arrays["adapters"].tolist() == [-1, 1, 1, 1]
+    assert inputs.arrays["adapters"].dtype == np.int32
+    assert inputs.has_adapters
+    assert not batch.build(StepPlan(step=2, seq_ids=[2], num_tokens=[1])).has_adapters
+    batch.forget(1)
+    batch.forget(4)
+    batch.add(NewSequence(9, [5], 1, 0, task))
+    inputs = batch.build(StepPlan(step=3, seq_ids=[9], num_tokens=[1]))
+    assert inputs.arrays["adapters"].tolist() == [-1]
+    assert not inputs.has_adapters
 
 
 def test_after_eviction_and_reload_an_adapter_is_the_same(worker: Worker, refs: list[AdapterRef]) -> None:

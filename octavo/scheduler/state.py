@@ -1,26 +1,22 @@
-"""The waiting, running and swapped groups (``SchedulingState``), and queues that keep them in the policy's order."""
+"""The waiting, running and swapped groups (``SchedulingState``): every group that is not finished."""
 
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from octavo.config.options import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import CrossContext, Sequence, SequenceGroup, resume
-from octavo.scheduler.policies import FirstComeFirstServed, GuardedPolicy, Policy, load_policy
-from octavo.scheduler.preparations import Preparations, PreparationState
+from octavo.scheduler.policies import FirstComeFirstServed, GuardedPolicy, load_policy
+from octavo.scheduler.preparations import Preparations, PreparationState, Prepared
+from octavo.scheduler.queue import GroupQueue
 from octavo.scheduler.step import SteadyDecodes
 from octavo.speculation.speculator import Speculator
-
-if TYPE_CHECKING:
-    from octavo.scheduler.preparations import Prepared
 
 
 class SchedulingState:
@@ -47,7 +43,7 @@ class SchedulingState:
         self._max_model_len, self._plans_on_results = max_model_len, plans_on_results
         self._by_arrival = type(self.policy) is FirstComeFirstServed
         self.not_running = [
-            PreparedQueue(self.policy, self._aging_limit, preparations.needs, self.order) for _ in range(3)
+            GroupQueue(self.policy, self._aging_limit, preparations.needs, self.order) for _ in range(3)
         ]
         #: Prompts above ``long_prefill_token_threshold`` wait apart, so that short ones pass them without a search.
         self.waiting, self.waiting_long, self.swapped = self.not_running
@@ -109,7 +105,7 @@ class SchedulingState:
             return []
         return [(g, why) for g, why in self.policy.take_failures() if self.groups.get(g.group_id) is g]
 
-    def _queue_of(self, group: SequenceGroup) -> PreparedQueue:
+    def _queue_of(self, group: SequenceGroup) -> GroupQueue:
         if group.status is SequenceStatus.SWAPPED:
             return self.swapped
         return self.waiting_long if group.is_long else self.waiting
@@ -123,26 +119,28 @@ class SchedulingState:
         self.preparations.remove_waiting(group)
 
     def _on_change(self, prepared: Prepared) -> None:
-        is_scarce, state = prepared.pool.limits.is_scarce, prepared.state
+        is_scarce, state = prepared.is_scarce, prepared.state
         if state is PreparationState.READY or (is_scarce and state is PreparationState.WANTED):
             for group in prepared.waiting.values():
                 if not is_scarce or len(group.preparations) > 1:  # another of its preparations may be missing now
                     self._queue_of(group).requeue(group)
 
-    def peek(self, queue: PreparedQueue, now: float) -> SequenceGroup | None:
+    def peek(self, queue: GroupQueue, now: float) -> SequenceGroup | None:
         """The first group of a queue that may be admitted, as far as preparations are concerned.
 
         While the earliest group that waits for a scarce preparation is urgent, no later group with one is admitted.
         """
         first = queue.peek(now)
-        if first is None or not first.preparations or not self.preparations.is_scarce(first):
+        if first is None or not first.preparations:
             return first
-        if not all(p.is_usable for p in self.preparations.needs(first)):  # another of its preparations is missing
-            return queue.ready.peek(now)
-        blocked = [q.peek_blocked(now) for q in self.not_running]
-        if all(g is None or self.order(first) < self.order(g) for g in blocked):
+        needs = self.preparations.needs(first)
+        if not any(p.is_scarce for p in needs):
             return first
-        return queue.ready.peek(now)
+        if all(p.is_usable for p in needs):  # else another of its preparations is missing
+            blocked = [q.peek_blocked(now) for q in self.not_running]
+            if all(g is None or self.order(first) < self.order(g) for g in blocked):
+                return first
+        return queue.peek_ready(now)
 
     def order(self, group: SequenceGroup) -> tuple[Any, ...]:
         """The sort key of a group, lowest first: urgent ones by arrival, then the others as the policy says."""
@@ -309,238 +307,6 @@ class SchedulingState:
         else:
             bisect.insort(groups, group, key=self.order)
             self.steady.restart()
-
-
-#: (key, arrival, stamp, group): the stamp distinguishes the current entry of a group from stale ones.
-_Entry = tuple[Any, tuple[float, int], int, SequenceGroup]
-#: Stale entries that are kept in excess of the number of groups.
-_SLACK = 64
-
-
-class GroupQueue:
-    """Groups that do not run, in the policy's order, as heaps: the cost of a method does not grow with the length.
-
-    A group that arrived more than ``aging_limit`` seconds ago becomes *urgent*: no later arrival goes before it.
-    """
-
-    def __init__(self, policy: Policy, aging_limit: float | None) -> None:
-        self._policy, self._aging_limit = policy, aging_limit
-        self._by_key: list[_Entry] = []
-        # The same order under first come, first served.
-        self._by_arrival: list[_Entry] = self._by_key if type(policy) is FirstComeFirstServed else []
-        self._stamps: dict[int, int] = {}
-        self._pushes = 0
-
-    def __len__(self) -> int:
-        return len(self._stamps)
-
-    def __contains__(self, group: SequenceGroup) -> bool:
-        return group.group_id in self._stamps
-
-    def push(self, group: SequenceGroup) -> None:
-        self._pushes += 1
-        self._stamps[group.group_id] = self._pushes
-        entry = (self._policy.key(group), group.arrival, self._pushes, group)
-        heapq.heappush(self._by_key, entry)
-        if self._by_arrival is not self._by_key:
-            heapq.heappush(self._by_arrival, (group.arrival, *entry[1:]))
-
-    def peek(self, now: float) -> SequenceGroup | None:
-        if self._aging_limit is not None:
-            oldest = self.earliest()
-            if oldest is not None and (oldest.urgent or now - oldest.request.arrival_time > self._aging_limit):
-                oldest.urgent = True
-                return oldest
-        return self.first_by_key()
-
-    def earliest(self) -> SequenceGroup | None:
-        return self._first(self._by_arrival)
-
-    def first_by_key(self) -> SequenceGroup | None:
-        return self._first(self._by_key)
-
-    def remove(self, group: SequenceGroup) -> None:
-        """The group's entries become stale and are skipped later."""
-        del self._stamps[group.group_id]
-        for heap in (self._by_key, self._by_arrival):
-            if len(heap) > 2 * len(self._stamps) + _SLACK:  # some are never reached
-                heap[:] = [entry for entry in heap if self._is_present(entry)]
-                heapq.heapify(heap)
-
-    def _first(self, heap: list[_Entry]) -> SequenceGroup | None:
-        while heap:
-            if self._is_present(heap[0]):
-                return heap[0][3]
-            heapq.heappop(heap)
-        return None
-
-    def _is_present(self, entry: _Entry) -> bool:
-        return self._stamps.get(entry[3].group_id) == entry[2]
-
-
-@dataclass(slots=True)
-class _Lane:
-    groups: list[_Entry] = field(default_factory=list)
-    #: Its current entry in ``_by_key``; earlier ones are stale.
-    listed: _Entry | None = None
-
-
-class LaneQueue(GroupQueue):
-    """A queue for keys that may grow while groups wait, such as the service that a user has received.
-
-    Groups of one lane go in order of arrival, so only the first of each lane is compared with others. A lane whose key
-    has grown is put back in order when it comes first: a step costs as much as there are lanes that were served.
-    """
-
-    def __init__(self, policy: Policy, aging_limit: float | None) -> None:
-        super().__init__(policy, aging_limit)
-        self._lanes: dict[Hashable, _Lane] = {}
-        #: By group id, the lane that it is in, whatever the policy would say now.
-        self._names: dict[int, Hashable] = {}
-
-    def push(self, group: SequenceGroup) -> None:
-        self._pushes += 1
-        self._stamps[group.group_id] = self._pushes
-        entry = (group.arrival, group.arrival, self._pushes, group)
-        heapq.heappush(self._by_arrival, entry)
-        name = self._names[group.group_id] = self._policy.lane(group)
-        lane = self._lanes.setdefault(name, _Lane())
-        heapq.heappush(lane.groups, entry)
-        if self._first(lane.groups) is group:
-            self._list(lane)
-
-    def remove(self, group: SequenceGroup) -> None:
-        super().remove(group)
-        name = self._names.pop(group.group_id)
-        lane = self._lanes[name]
-        if self._first(lane.groups) is None:
-            del self._lanes[name]
-        elif lane.listed is not None and lane.listed[3] is group:
-            self._list(lane)
-        if len(lane.groups) > 2 * len(self._stamps) + _SLACK:
-            lane.groups = [entry for entry in lane.groups if self._is_present(entry)]
-            heapq.heapify(lane.groups)
-
-    def _list(self, lane: _Lane) -> None:
-        lane.listed = self._entry_of(lane)
-        heapq.heappush(self._by_key, lane.listed)
-
-    def _entry_of(self, lane: _Lane) -> _Entry:
-        arrival, _, stamp, group = lane.groups[0]
-        return self._policy.key(group), arrival, stamp, group
-
-    def first_by_key(self) -> SequenceGroup | None:
-        heap = self._by_key
-        compared = set[int]()  # each lane once: a policy may return another key at each call
-        while heap:
-            entry = heap[0]
-            lane = self._lanes.get(self._names.get(entry[3].group_id))
-            if lane is None or lane.listed is not entry:
-                heapq.heappop(heap)
-                continue
-            current = self._entry_of(lane)
-            if current[0] == entry[0] or id(lane) in compared:
-                return entry[3]
-            compared.add(id(lane))
-            lane.listed = current
-            heapq.heapreplace(heap, current)
-        return None
-
-
-def make_queue(policy: Policy, aging_limit: float | None) -> GroupQueue:
-    return (LaneQueue if policy.waiting_keys_grow else GroupQueue)(policy, aging_limit)
-
-
-class PreparedQueue:
-    """Groups that do not run, in the policy's order; groups whose preparations are missing are passed over.
-
-    A group is in ``ready``, or in a lane: a queue of all groups that need the same preparation (a ``Prepared``). It is
-    in a lane while that is not prepared, and always if it is scarce, so that its place may go to others. A group that
-    needs several scarce ones is in the lane of a missing one.
-    """
-
-    def __init__(
-        self,
-        policy: Policy,
-        aging_limit: float | None,
-        needs: Callable[[SequenceGroup], list[Prepared]],
-        order: Callable[[SequenceGroup], tuple[Any, ...]],
-    ) -> None:
-        self._policy, self._aging_limit, self._needs, self._order = policy, aging_limit, needs, order
-        #: Groups that wait for no preparation, and need no scarce one.
-        self.ready = make_queue(policy, aging_limit)
-        #: Lanes by the key of the preparation: those closed until it is prepared, and those of scarce ones.
-        self._unprepared: dict[str, tuple[Prepared, GroupQueue]] = {}
-        self._scarce: dict[str, tuple[Prepared, GroupQueue]] = {}
-        #: By group id: the key of its lane.
-        self._lane_of: dict[int, str] = {}
-
-    def __len__(self) -> int:
-        return len(self.ready) + len(self._lane_of)
-
-    def __contains__(self, group: SequenceGroup) -> bool:
-        return group in self.ready or group.group_id in self._lane_of
-
-    def push(self, group: SequenceGroup) -> None:
-        needs = self._needs(group) if group.preparations else ()
-        plenty = (p for p in needs if not p.pool.limits.is_scarce)
-        prepared, lanes = next((p for p in plenty if p.state is not PreparationState.READY), None), self._unprepared
-        if prepared is None:
-            scarce = [p for p in needs if p.pool.limits.is_scarce]
-            missing = (p for p in scarce if not p.is_usable)
-            prepared, lanes = next(missing, scarce[0] if scarce else None), self._scarce
-        if prepared is None:
-            self.ready.push(group)
-            return
-        if prepared.key not in lanes:
-            lanes[prepared.key] = prepared, make_queue(self._policy, self._aging_limit)
-        lanes[prepared.key][1].push(group)
-        self._lane_of[group.group_id] = prepared.key
-
-    def remove(self, group: SequenceGroup) -> None:
-        key = self._lane_of.pop(group.group_id, None)
-        if key is None:
-            self.ready.remove(group)
-            return
-        lanes = self._unprepared if key in self._unprepared else self._scarce
-        lane = lanes[key][1]
-        lane.remove(group)
-        if not len(lane):
-            del lanes[key]
-
-    def requeue(self, group: SequenceGroup) -> None:
-        self.remove(group)
-        self.push(group)
-
-    def earliest(self) -> SequenceGroup | None:
-        lanes = (lane for lanes in (self._unprepared, self._scarce) for _, lane in lanes.values())
-        return _earliest([self.ready.earliest(), *(lane.earliest() for lane in lanes)])
-
-    def peek(self, now: float) -> SequenceGroup | None:
-        if not self._scarce:
-            return self.ready.peek(now)
-        queues = [self.ready, *(lane for prepared, lane in self._scarce.values() if prepared.is_usable)]
-        return min((g for g in (q.peek(now) for q in queues) if g is not None), key=self._order, default=None)
-
-    def peek_blocked(self, now: float) -> SequenceGroup | None:
-        """The earliest group that waits for a scarce preparation without a place, if it is urgent."""
-        if self._aging_limit is None:
-            return None
-        # A preparation that has begun has its place.
-        lacking = (lane for p, lane in self._scarce.values() if not (p.is_usable or p.is_preparing))
-        oldest = _earliest(lane.earliest() for lane in lacking)
-        if oldest is None or now - oldest.request.arrival_time <= self._aging_limit:
-            return None
-        oldest.urgent = True
-        return oldest
-
-    def first_in_lane(self, key: str, now: float) -> SequenceGroup | None:
-        lane = self._unprepared.get(key) or self._scarce.get(key)
-        return None if lane is None else lane[1].peek(now)
-
-
-def _earliest(groups: Iterable[SequenceGroup | None]) -> SequenceGroup | None:
-    return min((g for g in groups if g is not None), key=lambda g: g.arrival, default=None)
 
 
 def _set_status(group: SequenceGroup, status: SequenceStatus) -> None:
