@@ -22,7 +22,8 @@ class CoreHandle(ABC):
 
     @property
     @abstractmethod
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """The process that the core runs in."""
 
     @abstractmethod
     def connect(self, on_step: Callable[[StepDone], Awaitable[None]], on_death: Callable[[OctavoError], None]) -> None:
