@@ -296,7 +296,7 @@ async def _open(service: ServerState, upload: Upload, client: str) -> SandboxRec
         raise invalid_audio(e) from None
     except ConfigError as e:  # its message names folders of this machine
         logger.error("%s", e)
-        message = "this server reads no recordings: the extra octavo[audio] is not installed"
+        message = "this server cannot read the recording: its extra octavo[audio] is not installed"
         # Not 501, which would be right: clients repeat requests with a status from 500 on.
         raise invalid(_FILE, message, "audio_not_installed") from None
 

@@ -207,9 +207,9 @@ def _check_extras(llm: AsyncLLM) -> None:
     """Logs which package for this model's recordings or images is missing; other requests are served."""
     checks: list[tuple[str, Callable[[], object]]] = []
     if "transcribe" in llm.front_end.pooling.tasks:
-        from octavo.speech.audio_files import import_soundfile  # imports numpy
+        from octavo.speech.audio_files import import_soundfile, import_soxr  # imports numpy
 
-        checks.append(("recordings", import_soundfile))
+        checks += [("recordings", import_soundfile), ("recordings at other rates than 16 kHz", import_soxr)]
     if llm.model_config.image_facts is not None:
         from octavo.images.image_files import pillow
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import io
-import math
 import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
@@ -92,96 +91,27 @@ def _check_ogg(stream: BinaryIO, name: str) -> None:
 
 # Sampling rate conversion.
 
-#: Share of the lower rate's band that passes unchanged; beyond the band nothing passes.
-_PASS = 0.9
-#: Of the Kaiser window: stop-band attenuation of about 90 dB (Kaiser 1974).
-_BETA = 9.0
-_DAMPING = 90.0
-#: Minimum input samples of a Fourier transform.
-_BLOCK = 1 << 14
-
 
 class Resampler:
-    """Converts a signal that comes in pieces from one rate to another; the output does not depend on the pieces.
+    """Converts a mono signal that comes in pieces to 16 kHz; any cut into pieces gives the same bits."""
 
-    A windowed sinc at the input's rate, applied by Fourier transforms of overlapping blocks (overlap-save), whose
-    spectra are cut or zero-padded to the output's rate. Around the signal is silence.
-    """
-
-    def __init__(self, rate: int, new_rate: int) -> None:
-        self._is_same = rate == new_rate
-        divisor = math.gcd(rate, new_rate)
-        #: This many input samples last as long as this many output samples.
-        self._per_in, self._per_out = rate // divisor, new_rate // divisor
-        if self._is_same:
-            return
-        half = len(_sinc(rate, new_rate)) // 2
-        #: Input samples that a block needs of its neighbours on either side, and of a block without them.
-        self._margin = -(-half // self._per_in) * self._per_in
-        self._body = max(1, -(-max(_BLOCK, 2 * self._margin) // self._per_in)) * self._per_in
-        self._response = _response(rate, new_rate, self._body + 2 * self._margin)
-        self._waiting: list[NDArray[np.float32]] = [np.zeros(self._margin, np.float32)]
-        self._num_waiting = self._margin
-        self._fed = self._given = 0
+    def __init__(self, rate: int) -> None:
+        """Raises ConfigError if the rate is not 16 kHz and soxr is missing."""
+        self._stream: Any = None
+        if rate != SAMPLE_RATE:
+            self._stream = import_soxr().ResampleStream(rate, SAMPLE_RATE, 1, dtype="float32", quality="HQ")
 
     def feed(self, piece: NDArray[np.float32]) -> NDArray[np.float32]:
         """The output that the signal so far determines and that is new. ``piece``: float32 [n]."""
-        if self._is_same:
-            return piece
-        self._fed += len(piece)
-        return self._take(piece)
+        return piece if self._stream is None else self._resample(piece)
 
     def finish(self) -> NDArray[np.float32]:
-        if self._is_same:
-            return np.empty(0, np.float32)
-        total = -(-self._fed * self._per_out // self._per_in)
-        rest = self._take(np.zeros(self._body + self._margin, np.float32))
-        return rest[: total - (self._given - len(rest))]
+        rest = np.empty(0, np.float32)
+        return rest if self._stream is None else self._resample(rest, last=True)
 
-    def _take(self, piece: NDArray[np.float32]) -> NDArray[np.float32]:
-        self._waiting.append(piece)
-        self._num_waiting += len(piece)
-        size = self._body + 2 * self._margin
-        if self._num_waiting < size:
-            return np.empty(0, np.float32)
-        signal = np.concatenate(self._waiting)
-        blocks, start = [], 0
-        while len(signal) - start >= size:
-            blocks.append(self._block(signal[start : start + size]))
-            start += self._body
-        self._waiting, self._num_waiting = [signal[start:].copy()], len(signal) - start
-        result = np.concatenate(blocks)
-        self._given += len(result)
-        return result
-
-    def _block(self, signal: NDArray[np.float32]) -> NDArray[np.float32]:
-        size = len(signal) * self._per_out // self._per_in
-        spectrum = np.fft.rfft(signal.astype(np.float64))[: len(self._response)] * self._response
-        margin = self._margin * self._per_out // self._per_in
-        # irfft zero-pads the spectrum where the output has the higher rate.
-        return np.fft.irfft(spectrum, size)[margin : size - margin].astype(np.float32)
-
-
-@lru_cache(maxsize=8)
-def _sinc(rate: int, new_rate: int) -> NDArray[np.float64]:
-    """A low-pass filter at the input's rate, of odd length."""
-    band = min(rate, new_rate) / 2
-    half = math.ceil((_DAMPING - 7.95) / 14.36 * rate / (band * (1 - _PASS)) / 2)
-    cutoff = (1 + _PASS) / 2 * band
-    time = np.arange(-half, half + 1) / rate
-    return np.asarray(2 * cutoff / rate * np.sinc(2 * cutoff * time) * np.kaiser(2 * half + 1, _BETA))
-
-
-@lru_cache(maxsize=8)
-def _response(rate: int, new_rate: int, size: int) -> NDArray[np.complex128]:
-    """The filter's spectrum for blocks of ``size`` input samples, cut to the output's spectrum and scaled for it."""
-    filter_ = _sinc(rate, new_rate)
-    half = len(filter_) // 2
-    centred = np.zeros(size)
-    centred[: half + 1] = filter_[half:]
-    centred[-half:] = filter_[:half]
-    new_size = size * new_rate // rate
-    return np.fft.rfft(centred)[: new_size // 2 + 1] * (new_size / size)
+    def _resample(self, piece: NDArray[np.float32], *, last: bool = False) -> NDArray[np.float32]:
+        output: NDArray[np.float32] = self._stream.resample_chunk(piece, last=last)
+        return output
 
 
 # Files and samples.
@@ -199,8 +129,6 @@ _MAX_CHANNELS = 64
 _RATES = (1_000, 768_000)
 #: Of all channels: 64 at 64 kHz, or 5 at 768 kHz. Decoding 64 at 768 kHz is slower than real time.
 _MAX_SAMPLES_PER_SECOND = 1 << 22
-#: Maximum period, in samples, of a rate and 16 kHz, which lower rates and the usual higher ones are below.
-_MAX_PERIOD = 50_000
 #: Codecs miscount a few frames; a recording that lacks more seconds, or 1 %, is truncated.
 _MISSING_SECONDS = 0.5
 #: Decoding from the middle starts this many seconds earlier, to get the same samples.
@@ -294,11 +222,6 @@ class Decoder:
             raise AudioError(f"{name} is {self._file.format_info}, no audio format that is read here; {ACCEPTED}")
         if not low <= facts.rate <= high:
             raise AudioError(f"{name} has {facts.rate} samples a second; expected {low} to {high}")
-        if facts.rate // math.gcd(facts.rate, SAMPLE_RATE) > _MAX_PERIOD:
-            raise AudioError(
-                f"{name} has {facts.rate} samples a second, a rate that takes long to convert: send it at a usual one, "
-                "such as 48000"
-            )
         if not 1 <= facts.channels <= _MAX_CHANNELS:
             raise AudioError(f"{name} has {facts.channels} channels; at most {_MAX_CHANNELS} are mixed")
         if (samples := facts.rate * facts.channels) > _MAX_SAMPLES_PER_SECOND:
@@ -344,8 +267,9 @@ class Converter:
     """Resamples a file to 16 kHz, and checks its length against the header."""
 
     def __init__(self, facts: AudioFacts, limits: AudioLimits, name: str) -> None:
+        """Raises ConfigError as ``Resampler``."""
         self._facts, self._limits, self._name = facts, limits, name
-        self._resampler = Resampler(facts.rate, SAMPLE_RATE)
+        self._resampler = Resampler(facts.rate)
         self._taken = 0
 
     def feed(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -374,7 +298,6 @@ class Recording(OpenedAudio):
     def __init__(self, source: AudioSource, limits: AudioLimits = DEFAULT_LIMITS, name: str | None = None) -> None:
         """``name``: for error messages, by default the path. Raises AudioError, ConfigError as ``Decoder``."""
         self.name = name or (os.fspath(source) if isinstance(source, str | os.PathLike) else "the recording")
-        self._limits = limits
         if isinstance(source, bytes):
             self._stream: BinaryIO = io.BytesIO(source)
         elif not isinstance(source, str | os.PathLike):
@@ -386,6 +309,7 @@ class Recording(OpenedAudio):
                 raise AudioError(f"{self.name} cannot be read: {getattr(e, 'strerror', None) or e}") from None
         try:
             self._decoder = Decoder(self._stream, limits, self.name)
+            self._converter = Converter(self._decoder.facts, limits, self.name)
         except BaseException:
             self._stream.close()
             raise
@@ -396,17 +320,19 @@ class Recording(OpenedAudio):
         self._stream.close()
 
     def pieces(self) -> Iterator[NDArray[np.float32]]:
-        converter = Converter(self._decoder.facts, self._limits, self.name)
         while len(samples := self._decoder.read()):
-            if len(piece := converter.feed(samples)):
+            if len(piece := self._converter.feed(samples)):
                 yield piece
-        if len(piece := converter.finish()):
+        if len(piece := self._converter.finish()):
             yield piece
 
 
 class Samples(OpenedAudio):
     def __init__(self, samples: Any, rate: int = SAMPLE_RATE, limits: AudioLimits = DEFAULT_LIMITS) -> None:
-        """``samples``: floats [n] or [n, channels] within [-1, 1]; raises AudioError for others, or beyond a limit."""
+        """``samples``: floats [n] or [n, channels] within [-1, 1]; raises AudioError for others, or beyond a limit.
+
+        Raises ConfigError as ``Resampler``.
+        """
         values = np.asarray(samples)
         if values.ndim not in (1, 2) or not np.issubdtype(values.dtype, np.floating):
             raise AudioError(f"samples must be floats of shape [n] or [n, channels], not {values.dtype} {values.shape}")
@@ -415,22 +341,23 @@ class Samples(OpenedAudio):
         if not len(values):
             raise AudioError("the recording holds no audio: it has 0 samples")
         mono = values if values.ndim == 1 else values.mean(axis=1)
-        self._mono, self._rate = mono.astype(np.float32, copy=False), int(rate)
+        self._mono, self._rate = np.ascontiguousarray(mono, np.float32), int(rate)
         if not np.isfinite(self._mono).all():
             raise AudioError("the recording has samples that are not finite numbers")
         self.seconds = len(mono) / self._rate
         if self.seconds > limits.max_seconds:
             raise AudioError(f"the recording lasts {self.seconds:.0f} s; at most {limits.max_seconds:g} s are taken")
+        self._resampler = Resampler(self._rate)
 
     def close(self) -> None:
         pass
 
     def pieces(self) -> Iterator[NDArray[np.float32]]:
-        resampler, size = Resampler(self._rate, SAMPLE_RATE), _BLOCK_SECONDS * self._rate
+        size = _BLOCK_SECONDS * self._rate
         for start in range(0, len(self._mono), size):
-            if len(piece := resampler.feed(self._mono[start : start + size])):
+            if len(piece := self._resampler.feed(self._mono[start : start + size])):
                 yield piece
-        if len(piece := resampler.finish()):
+        if len(piece := self._resampler.finish()):
             yield piece
 
 
@@ -447,13 +374,21 @@ def open_audio(audio: Audio, limits: AudioLimits = DEFAULT_LIMITS, name: str | N
 
 def import_soundfile() -> Any:
     """The module ``soundfile``; raises ConfigError if it is missing or fails to load."""
+    return _import_package("soundfile", "reading recordings")
+
+
+def import_soxr() -> Any:
+    """The module ``soxr``, which recordings at 16 kHz do not need; raises ConfigError as ``import_soundfile``."""
+    return _import_package("soxr", f"reading recordings at other rates than {SAMPLE_RATE} a second")
+
+
+def _import_package(name: str, purpose: str) -> Any:
     try:
-        import soundfile
+        return importlib.import_module(name)
     except (ImportError, OSError) as e:  # OSError: the library that it wraps is missing
         raise ConfigError(
-            f"reading recordings needs the package soundfile, which fails to import ({e}): {how_to_install('audio')}"
+            f"{purpose} needs the package {name}, which fails to import ({e}): {how_to_install('audio')}"
         ) from None
-    return soundfile
 
 
 def _too_long(name: str, what: str, limits: AudioLimits) -> AudioError:

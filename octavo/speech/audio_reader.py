@@ -60,7 +60,8 @@ class AudioReader:
             raise AudioError(f"{name} is empty: 0 bytes; {ACCEPTED}")
         recording = SandboxRecording(self._sandbox, data, self.limits, client, name)
         recording._first = await recording._call(0)
-        recording.seconds = recording._first.facts.seconds
+        facts = recording._first.facts
+        recording.seconds, recording._converter = facts.seconds, Converter(facts, self.limits, name)
         return recording
 
 
@@ -74,11 +75,12 @@ class SandboxRecording:
         self._sandbox, self._data, self._limits, self._client, self._name = sandbox, data, limits, client, name
         self._key = uuid.uuid4().hex
         self._first: _Answer
+        self._converter: Converter
 
     async def pieces(self) -> AsyncGenerator[NDArray[np.float32], None]:
         """The audio from the start, once: float32 [n] at 16 kHz; raises AudioError and SandboxError."""
         facts, samples, position = self._first.facts, _samples(self._first), 0
-        converter, self._first = Converter(facts, self._limits, self._name), _Answer(facts, b"")
+        converter, self._first = self._converter, _Answer(facts, b"")
         while len(samples):
             position += len(samples)
             # Arrays that no one else changes: the thread may outlive a cancellation.

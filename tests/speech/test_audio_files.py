@@ -169,6 +169,13 @@ def test_without_the_package_that_decodes(monkeypatch: pytest.MonkeyPatch) -> No
         Recording(encoded(tone(16_000), 16_000))
 
 
+def test_recordings_at_other_rates_need_a_package_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    assert len(read(encoded(tone(16_000), 16_000))) == 32_000
+    with pytest.raises(ConfigError, match=r"octavo\[audio\]: .* install .*soxr"):
+        Recording(encoded(tone(48_000), 48_000))
+
+
 def test_a_library_that_cannot_be_loaded_is_a_missing_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "soundfile.py").write_text("raise OSError('sndfile library not found')")
     monkeypatch.delitem(sys.modules, "soundfile")
@@ -203,12 +210,12 @@ def test_memory_does_not_grow_with_channels_and_rate(channels: int, rate: int) -
         num_samples = sum(len(piece) for piece in recording.pieces())
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert num_samples == 160_000
+    assert abs(num_samples - 160_000) <= 1
     assert peak < 64 << 20
 
 
-@pytest.mark.parametrize("rate", [999, 768_001, 383_999, 50_021])
-def test_rates_that_nobody_uses_are_refused(rate: int) -> None:
+@pytest.mark.parametrize("rate", [999, 768_001])
+def test_rates_beyond_the_limits_are_refused(rate: int) -> None:
     with pytest.raises(AudioError, match=f"has {rate} samples a second"):
         read(encoded(tone(rate, 1, 0.1), rate))
 
@@ -221,8 +228,8 @@ def test_headers_that_say_what_cannot_be_are_refused(channels: int, rate: int) -
         read(bytes(whole))
 
 
-@pytest.mark.parametrize("rate", [1_000, 11_127, 44_056, 88_200, 96_000, 176_400, 192_000, 352_800, 384_000, 768_000])
-def test_rates_that_are_in_use_are_read(rate: int) -> None:
+@pytest.mark.parametrize("rate", [1_000, 11_127, 44_056, 50_021, 88_200, 96_000, 192_000, 352_800, 383_999, 768_000])
+def test_every_other_rate_is_read(rate: int) -> None:
     assert abs(len(read(encoded(tone(rate, 1, 0.5), rate))) - 8_000) < 20
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -103,6 +104,15 @@ def test_what_the_sandbox_stops_is_an_error_about_the_recording(failure: str, pr
         audio_reader._read("talk", SandboxAnswer(failure=failure, details="KeyError"))  # type: ignore[arg-type]
 
 
+def test_a_recording_that_the_server_cannot_convert_is_refused_when_it_is_opened(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    asyncio.run(AudioReader(sandbox).open(encoded(tone(16_000), 16_000)))
+    with pytest.raises(ConfigError, match="soxr"):
+        asyncio.run(AudioReader(sandbox).open(encoded(tone(8_000), 8_000)))
+
+
 def test_what_the_server_lacks_is_not_the_recordings_fault() -> None:
     answer = msgspec.msgpack.encode((None, Failure("ConfigError", "pip install it")))
     with pytest.raises(ConfigError, match="pip install it"):
@@ -110,10 +120,10 @@ def test_what_the_server_lacks_is_not_the_recordings_fault() -> None:
 
 
 def test_who_leaves_drops_the_call(sandbox: Sandbox) -> None:
-    data = encoded(sound(48_000, 100.0), 48_000)
+    data = encoded(sound(48_000, 300.0), 48_000)
 
     async def leave() -> None:
-        for delay in (0.0, 0.001, 0.01, 0.1):
+        for delay in (0.0, 0.001, 0.01, 0.03):
             task = asyncio.create_task(read(sandbox, data))
             await asyncio.sleep(delay)
             task.cancel()
