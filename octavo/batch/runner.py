@@ -21,6 +21,7 @@ from tqdm import tqdm
 from octavo.config.engine_config import EngineConfig
 from octavo.config.server_options import ServerOptions
 from octavo.core.errors import ConfigError, OctavoError
+from octavo.core.files import JSON_ERRORS, numbered_lines
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.app import make_app
 from octavo.server.http.errors import as_api_error, unsupported
@@ -76,9 +77,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     with stream:
         if not stream.seekable():  # it is read twice: to find duplicates before anything runs, and to run
             raise ConfigError(f"{path} must be a file, not a pipe")
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                yield _read_row(number, line)
+        for number, line in numbered_lines(stream):
+            yield _read_row(number, line)
 
 
 def _read_row(number: int, line: bytes) -> Row:
@@ -86,7 +86,7 @@ def _read_row(number: int, line: bytes) -> Row:
     try:
         custom_id = msgspec.json.decode(line, type=_Name).custom_id
         envelope = msgspec.json.decode(line, type=_Envelope)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except JSON_ERRORS as e:
         return Row(number, custom_id, error=f"line {number}: {e}")
     if envelope.method != "POST":
         return Row(number, custom_id, error=f"line {number}: method must be 'POST', not {envelope.method!r}")
@@ -240,7 +240,7 @@ class ResultFile:
             for line in stream:
                 try:
                     yield line, msgspec.json.decode(line, type=Result) if line.endswith(b"\n") else None
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                except JSON_ERRORS:
                     yield line, None
 
 
@@ -377,7 +377,7 @@ class _Runner:
             return Result(new_id(), row.custom_id, None, BatchRowError("invalid_request", row.error, row.line))
         try:
             streams = msgspec.json.decode(row.body, type=_Request).stream is True
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except JSON_ERRORS:
             streams = False  # the route refuses the body
         if streams:
             refusal = as_api_error(unsupported("stream", "a batch cannot be streamed"))

@@ -46,7 +46,7 @@ from octavo.cli.inputs import for_output, is_smart_terminal, notice, read_images
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser, errors_of_the_call
 from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError, InvalidRequestError, OctavoError, did_you_mean
-from octavo.core.files import read_bounded
+from octavo.core.files import JSON_ERRORS, read_bounded
 from octavo.core.request import LoRARequest, TokensPrompt
 from octavo.core.sampling_params import DefaultMaxTokens, RequestOutputKind, SamplingParams, parameters
 from octavo.loader.builtin import BUILTIN
@@ -137,7 +137,7 @@ def _read(path: Path) -> _Saved:
     data = read_bounded(path, MAX_BYTES)
     try:
         return msgspec.json.decode(data, type=_Saved)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except JSON_ERRORS as e:
         raise ConfigError(f"{path} is no saved conversation: {e}") from None
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.cli.flags import add_engine_flags, add_verbose_flag, take_engine_config
-from octavo.cli.inputs import TEXT_KEYS, Rows, TextRow, for_output, open_rows, require_pyarrow
+from octavo.cli.inputs import TEXT_KEYS, Rows, TextRow, for_output, open_rows
 from octavo.cli.parsing import (
     EXIT_FAILED,
     Arguments,
@@ -31,6 +31,7 @@ from octavo.cli.parsing import (
     write_line,
 )
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
+from octavo.core.files import require_pyarrow
 from octavo.core.outputs import Pooled, PoolingOutput, PoolingParams, ScoringOutput
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import msgspec
 
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError, did_you_mean
-from octavo.core.plugins import pip_install
+from octavo.core.files import JSON_ERRORS, numbered_lines, open_parquet, require_pyarrow
 from octavo.core.request import DEFAULT_OPTIONS, Prompt, RequestOptions, TokensPrompt, options_from_keywords
 from octavo.core.sampling_params import BeamSearchParams, SamplingParams, defaults_beside
 
@@ -90,10 +90,10 @@ class Rows:
         if self.file == "-":
             return None
         if self._is_parquet:
-            with _parquet(self.file) as source:
+            with open_parquet(self.file) as source:
                 return len(self.words) + int(source.metadata.num_rows)
         with _opened(self.file) as stream:
-            return len(self.words) + sum(1 for line in stream if line.strip())
+            return len(self.words) + sum(1 for _ in numbered_lines(stream))
 
     def __iter__(self) -> Iterator[Row]:
         """The rows in order; an invalid one carries its error and does not affect the others."""
@@ -126,7 +126,7 @@ class Rows:
 
     def _read_lines(self, file: str, start: int) -> Iterator[Row]:
         with _opened(file) as stream:
-            lines = (line for line in stream if line.strip())
+            lines = (line for _, line in numbered_lines(stream))
             first = next(lines, b"").removeprefix(codecs.BOM_UTF8)
             is_json = file.endswith((".jsonl", ".ndjson"))
             if not is_json and not file.endswith(".txt"):
@@ -141,7 +141,7 @@ class Rows:
                     yield Row(index, _parse(line) if is_json else text, text)
 
     def _read_parquet(self, file: str, start: int) -> Iterator[Row]:
-        with _parquet(file) as source:
+        with open_parquet(file) as source:
             columns = source.schema_arrow.names
             keys = [key for key in self.keys if key in columns]
             if len(keys) != 1:
@@ -176,19 +176,12 @@ def _parse(line: bytes) -> str | dict[str, Any] | InvalidRequestError:
     """A JSON line."""
     try:
         content = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except JSON_ERRORS as e:
         return InvalidRequestError(f"the line is not valid JSON: {e}")
     if isinstance(content, (str, dict)):
         return content
     shown = line[:80].decode(errors="replace").strip()
     return InvalidRequestError(f"the line must be a JSON object or a text, not {shown}")
-
-
-def require_pyarrow(file: str) -> None:
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError as e:
-        raise ConfigError(f"{file}: Parquet files need pyarrow ({e}): {pip_install('pyarrow')}") from None
 
 
 @contextmanager
@@ -202,20 +195,6 @@ def _opened(file: str) -> Iterator[IO[bytes]]:
         raise ConfigError(f"cannot read {file}: {e.strerror}") from None
     with stream:
         yield stream
-
-
-@contextmanager
-def _parquet(file: str) -> Iterator[Any]:
-    require_pyarrow(file)
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        source = pq.ParquetFile(file)
-    except (pa.ArrowInvalid, OSError) as e:
-        raise ConfigError(f"cannot read {file}: it is no Parquet file: {e}") from None
-    with source:
-        yield source
 
 
 # ---- prompts of ``octavo generate``

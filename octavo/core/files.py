@@ -1,16 +1,22 @@
-"""Reads files of bounded size, and JSON files with typed values."""
+"""Reads files of bounded size, JSON files with typed values, JSON lines and Parquet files."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import msgspec
 
 from octavo.core.errors import ConfigError, OctavoError
+from octavo.core.plugins import pip_install
+
+#: Errors of ``msgspec.json.decode``: the mistake in it, an encoding other than UTF-8, and too many levels.
+JSON_ERRORS = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 #: Bytes of a read, which allocates them all: most files are far smaller than their limit.
 _PART = 1 << 16
@@ -60,6 +66,30 @@ def read_object(file: Path, error: type[OctavoError] = ConfigError, most: int = 
     if not isinstance(value, dict):
         raise error(f"{file} must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def numbered_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers from 1 in the file."""
+    return ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
+
+
+def require_pyarrow(file: str | Path) -> None:
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as e:
+        raise ConfigError(f"{file}: Parquet files need pyarrow ({e}): {pip_install('pyarrow')}") from None
+
+
+def open_parquet(file: str | Path) -> Any:
+    """A ``pyarrow.parquet.ParquetFile``; raises ConfigError if it is none, unreadable, or pyarrow is missing."""
+    require_pyarrow(file)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(file)
+    except (pa.ArrowInvalid, OSError) as e:
+        raise ConfigError(f"cannot read {file}: it is no Parquet file: {e}") from None
 
 
 @dataclass(frozen=True)

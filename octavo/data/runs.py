@@ -7,12 +7,14 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from octavo.core.errors import ConfigError
+from octavo.core.files import JSON_ERRORS, numbered_lines, open_parquet
 from octavo.core.outputs import PoolingParams
 from octavo.core.sampling_params import BeamSearchParams, SamplingParams
 from octavo.data.stage import (
@@ -250,7 +252,9 @@ class JsonLines(Format):
             yield start, count
 
     def answer(self, path: Path, start: int, rows: int, generator: Generator, target: Path) -> int:
-        parsed = [_parse(line) for line in _lines(path, start, rows)]
+        with path.open("rb") as lines:
+            lines.seek(start)
+            parsed = [_parse(line) for _, line in islice(numbered_lines(lines), rows)]
         good, columns = [row for row in parsed if isinstance(row, dict)], generator.columns
         for fields in good:
             columns.check([columns.prompt, *fields])  # a row without a prompt fails alone
@@ -272,37 +276,17 @@ class Parquet(Format):
     """Parquet; parts begin at a row. A row group in several parts is read for each of them."""
 
     def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int]]:
-        total = self._open(path).metadata.num_rows
+        with open_parquet(path) as source:
+            total = source.metadata.num_rows
         for start in range(0, total, rows):
             yield start, min(rows, total - start)
 
     def answer(self, path: Path, start: int, rows: int, generator: Generator, target: Path) -> int:
         import pyarrow.parquet as pq
 
-        table = generator(self._read(path, start, rows))
+        table = generator(_read_rows(path, start, rows))
         pq.write_table(table, target)
         return rows - int(table.column(generator.columns.error).null_count)
-
-    def _read(self, path: Path, start: int, rows: int) -> Any:
-        import pyarrow as pa
-
-        source, pieces, first = self._open(path), [], 0
-        for group in range(source.num_row_groups):
-            count = source.metadata.row_group(group).num_rows
-            low, high = max(start, first), min(start + rows, first + count)
-            if low < high:
-                pieces.append(source.read_row_group(group).slice(low - first, high - low))
-            first += count
-        return pa.concat_tables(pieces)
-
-    def _open(self, path: Path) -> Any:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            return pq.ParquetFile(path)
-        except pa.ArrowInvalid as e:
-            raise ConfigError(f"{path} is not a Parquet file: {e}") from None
 
 
 #: Suffix of files -> their format.
@@ -327,20 +311,24 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], str]:
     return files, suffixes.pop()
 
 
-def _lines(path: Path, offset: int, count: int) -> Iterator[bytes]:
-    with path.open("rb") as stream:
-        stream.seek(offset)
-        for line in stream:
-            if line.strip():
-                yield line
-                count -= 1
-                if not count:
-                    return
+def _read_rows(path: Path, start: int, rows: int) -> pa.Table:
+    """Rows of a Parquet file; reads only the row groups that hold them."""
+    import pyarrow as pa
+
+    pieces, first = [], 0
+    with open_parquet(path) as source:
+        for group in range(source.num_row_groups):
+            count = source.metadata.row_group(group).num_rows
+            low, high = max(start, first), min(start + rows, first + count)
+            if low < high:
+                pieces.append(source.read_row_group(group).slice(low - first, high - low))
+            first += count
+    return pa.concat_tables(pieces)
 
 
 def _parse(line: bytes) -> dict[str, Any] | str:
     """The object on a line, or an error."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except JSON_ERRORS as e:
         return f"the line is not a JSON object: {e}"

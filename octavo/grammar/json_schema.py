@@ -17,6 +17,7 @@ from urllib.parse import unquote
 import msgspec
 
 from octavo.core.errors import InvalidRequestError
+from octavo.core.files import JSON_ERRORS
 from octavo.core.sampling_params import StructuredOutputsParams
 from octavo.grammar.ecma_regex import RegexError
 from octavo.grammar.schema_dialects import (
@@ -48,7 +49,7 @@ def read_json(text: str | bytes, place: str) -> Any:
     """Parses a JSON text of a request; errors begin with ``place``."""
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
+    except JSON_ERRORS as e:
         raise InvalidRequestError(f"is not valid JSON: {e}", path=place) from None
 
 
