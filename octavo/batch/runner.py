@@ -21,7 +21,7 @@ from tqdm import tqdm
 from octavo.config.engine_config import EngineConfig
 from octavo.config.server_options import ServerOptions
 from octavo.core.errors import ConfigError, OctavoError
-from octavo.core.files import JSON_ERRORS, numbered_lines
+from octavo.core.files import JSON_ERRORS, numbered_lines, open_binary
 from octavo.engine.async_llm import AsyncLLM
 from octavo.server.app import make_app
 from octavo.server.http.errors import as_api_error, unsupported
@@ -70,11 +70,7 @@ class _Envelope(msgspec.Struct):
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows, in order, without empty lines; raises ``ConfigError`` if the file cannot be read."""
-    try:
-        stream = path.open("rb")
-    except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}") from None
-    with stream:
+    with open_binary(path) as stream:
         if not stream.seekable():  # it is read twice: to find duplicates before anything runs, and to run
             raise ConfigError(f"{path} must be a file, not a pipe")
         for number, line in numbered_lines(stream):

@@ -6,16 +6,16 @@ import codecs
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from octavo.core.errors import ConfigError, InvalidRequestError, TokenizerError, did_you_mean
-from octavo.core.files import JSON_ERRORS, numbered_lines, open_parquet, require_pyarrow
+from octavo.core.files import JSON_ERRORS, numbered_lines, open_binary, open_parquet, require_pyarrow
 from octavo.core.request import DEFAULT_OPTIONS, Prompt, RequestOptions, TokensPrompt, options_from_keywords
 from octavo.core.sampling_params import BeamSearchParams, SamplingParams, defaults_beside
 
@@ -92,7 +92,7 @@ class Rows:
         if self._is_parquet:
             with open_parquet(self.file) as source:
                 return len(self.words) + int(source.metadata.num_rows)
-        with _opened(self.file) as stream:
+        with open_binary(self.file) as stream:
             return len(self.words) + sum(1 for _ in numbered_lines(stream))
 
     def __iter__(self) -> Iterator[Row]:
@@ -125,7 +125,7 @@ class Rows:
                     yield TextRow(index, id=name, error=error)
 
     def _read_lines(self, file: str, start: int) -> Iterator[Row]:
-        with _opened(file) as stream:
+        with nullcontext(sys.stdin.buffer) if file == "-" else open_binary(file) as stream:
             lines = (line for _, line in numbered_lines(stream))
             first = next(lines, b"").removeprefix(codecs.BOM_UTF8)
             is_json = file.endswith((".jsonl", ".ndjson"))
@@ -182,19 +182,6 @@ def _parse(line: bytes) -> str | dict[str, Any] | InvalidRequestError:
         return content
     shown = line[:80].decode(errors="replace").strip()
     return InvalidRequestError(f"the line must be a JSON object or a text, not {shown}")
-
-
-@contextmanager
-def _opened(file: str) -> Iterator[IO[bytes]]:
-    if file == "-":
-        yield sys.stdin.buffer
-        return
-    try:
-        stream = Path(file).open("rb")  # noqa: SIM115  closed below, outside of this try
-    except OSError as e:
-        raise ConfigError(f"cannot read {file}: {e.strerror}") from None
-    with stream:
-        yield stream
 
 
 # ---- prompts of ``octavo generate``

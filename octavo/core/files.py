@@ -68,6 +68,14 @@ def read_object(file: Path, error: type[OctavoError] = ConfigError, most: int = 
     return value
 
 
+def open_binary(file: str | Path) -> IO[bytes]:
+    """The file, opened for reading; raises ConfigError if that fails."""
+    try:
+        return Path(file).open("rb")
+    except OSError as e:
+        raise ConfigError(f"cannot read {file}: {e.strerror}") from None
+
+
 def numbered_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, with their numbers from 1 in the file."""
     return ((number, line) for number, line in enumerate(stream, start=1) if line.strip())

@@ -209,7 +209,7 @@ def _check_extras(llm: AsyncLLM) -> None:
     if "transcribe" in llm.front_end.pooling.tasks:
         from octavo.speech.audio_files import import_soundfile, import_soxr  # imports numpy
 
-        checks += [("recordings", import_soundfile), ("recordings at other rates than 16 kHz", import_soxr)]
+        checks += [("recordings", import_soundfile), ("recordings at rates other than 16 kHz", import_soxr)]
     if llm.model_config.image_facts is not None:
         from octavo.images.image_files import pillow
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import struct
@@ -374,21 +373,25 @@ def open_audio(audio: Audio, limits: AudioLimits = DEFAULT_LIMITS, name: str | N
 
 def import_soundfile() -> Any:
     """The module ``soundfile``; raises ConfigError if it is missing or fails to load."""
-    return _import_package("soundfile", "reading recordings")
+    try:
+        import soundfile
+    except (ImportError, OSError) as e:  # OSError: the library that it wraps is missing
+        raise ConfigError(
+            f"reading recordings needs the package soundfile, which fails to import ({e}): {how_to_install('audio')}"
+        ) from None
+    return soundfile
 
 
 def import_soxr() -> Any:
-    """The module ``soxr``, which recordings at 16 kHz do not need; raises ConfigError as ``import_soundfile``."""
-    return _import_package("soxr", f"reading recordings at other rates than {SAMPLE_RATE} a second")
-
-
-def _import_package(name: str, purpose: str) -> Any:
+    """The module ``soxr``, which recordings at 16 kHz do not need; raises ConfigError if it fails to import."""
     try:
-        return importlib.import_module(name)
-    except (ImportError, OSError) as e:  # OSError: the library that it wraps is missing
+        import soxr
+    except ImportError as e:
         raise ConfigError(
-            f"{purpose} needs the package {name}, which fails to import ({e}): {how_to_install('audio')}"
+            f"reading recordings at rates other than 16 kHz needs the package soxr, which fails to import ({e}): "
+            f"{how_to_install('audio')}"
         ) from None
+    return soxr
 
 
 def _too_long(name: str, what: str, limits: AudioLimits) -> AudioError:
