@@ -10,11 +10,39 @@ import contextlib
 import difflib
 import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
+
+import msgspec
+
+#: First words of problems that are told of the place itself: "seed must be ..." without a colon.
+_PREDICATES = frozenset((
+    "are", "at", "becomes", "begins", "cannot", "continues", "exclude", "excludes", "goes", "has", "have",
+    "holds", "is", "leaves", "may", "must", "names", "needs", "takes", "together", "was",
+))  # fmt: skip
+
+
+def _told_of(place: object, problem: str) -> str:
+    return f"{place}{' ' if problem.partition(' ')[0] in _PREDICATES else ': '}{problem}"
 
 
 class OctavoError(Exception):
-    """Base of all errors raised on purpose by Octavo."""
+    """Base of all errors raised on purpose by Octavo.
+
+    ``problem`` is a sentence, or what is to be said of ``file`` ("cannot be read"), the file or folder at fault.
+    """
+
+    def __init__(self, problem: str = "", *, file: str | Path | None = None) -> None:
+        super().__init__(problem)
+        self.problem, self.file = problem, file
+
+    def __str__(self) -> str:
+        return self.problem if self.file is None else _told_of(self.file, self.problem)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Keywords that make the same error in another process."""
+        return {"problem": self.problem, "file": None if self.file is None else str(self.file)}
 
 
 class ConfigError(OctavoError, ValueError):
@@ -23,12 +51,6 @@ class ConfigError(OctavoError, ValueError):
 
 #: ``kind`` of errors about a prompt, or a prompt with its output, that is longer than the model's context.
 CONTEXT_LENGTH = "context_length_exceeded"
-
-#: First words of problems that are told of the path itself: "seed must be ..." without a colon.
-_PREDICATES = frozenset((
-    "are", "at", "becomes", "begins", "cannot", "continues", "exclude", "excludes", "goes", "has", "have",
-    "holds", "is", "leaves", "may", "must", "names", "needs", "takes", "together", "was",
-))  # fmt: skip
 
 
 class InvalidRequestError(OctavoError, ValueError):
@@ -60,14 +82,14 @@ class InvalidRequestError(OctavoError, ValueError):
             also: paths of further fields, of which the problem tells together with the first.
         """
         super().__init__(problem)
-        self.problem, self.path, self.got, self.kind, self.also = problem, path, got, kind, also
+        self.path, self.got, self.kind, self.also = path, got, kind, also
 
     def __str__(self) -> str:
         text = self.problem if self.got is ... else f"{self.problem}, not {self.got!r:.200}"
         if self.path is None:
             return text
         place = f"{self.path} and {', '.join(self.also)}" if self.also else self.path
-        return f"{place}{' ' if text.partition(' ')[0] in _PREDICATES else ': '}{text}"
+        return _told_of(place, text)
 
     @property
     def field(self) -> str | None:
@@ -76,7 +98,7 @@ class InvalidRequestError(OctavoError, ValueError):
 
     @property
     def data(self) -> dict[str, Any]:
-        """Keywords that make the same error in another process; the value becomes text of the problem."""
+        """As for all errors; the value becomes text of the problem."""
         problem = self.problem if self.got is ... else f"{self.problem}, not {self.got!r:.200}"
         return {"problem": problem, "path": self.path, "kind": self.kind, "also": list(self.also)}
 
@@ -105,9 +127,13 @@ class AudioError(InvalidRequestError):
 class ClientLimitError(OctavoError, RuntimeError):
     """A client is over its limit; ``retry_after``: seconds until it may send the next request."""
 
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, retry_after: int) -> None:
+        super().__init__(problem)
         self.retry_after = retry_after
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return {"problem": self.problem, "retry_after": self.retry_after}
 
 
 class SandboxError(OctavoError, RuntimeError):
@@ -117,15 +143,9 @@ class SandboxError(OctavoError, RuntimeError):
 class ModelNotFoundError(OctavoError, FileNotFoundError):
     """The model is no folder, file, built-in name or reachable hub id."""
 
-    def __str__(self) -> str:  # not OSError's format with an errno
-        return str(self.args[0]) if self.args else ""
-
 
 class DownloadError(OctavoError, OSError):
     """A model could not be downloaded, or its files are not the expected ones."""
-
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
 
 
 class UnsupportedModelError(OctavoError, ValueError):
@@ -139,9 +159,13 @@ class WeightError(OctavoError, ValueError):
 class AdapterError(OctavoError, ValueError):
     """An adapter's files are missing, changed or invalid, or do not fit the model; ``field``: of the request."""
 
-    def __init__(self, message: str, *, field: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, *, file: str | Path | None = None, field: str | None = None) -> None:
+        super().__init__(problem, file=file)
         self.field = field
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return {**super().data, "field": self.field}
 
 
 class AdapterNotFoundError(AdapterError):
@@ -176,6 +200,20 @@ class SequenceError(WorkerError):
         return sequence_error
 
 
+#: Kinds of ``SequenceFailure`` that are a request's own fault, or are told to its client: the request's adapter could
+#: not be loaded; its sequences have outgrown the KV cache; its grammar exceeds the parser's limits, with the model's
+#: vocabulary or in an output; every token is masked; a vector or score is NaN or infinite.
+ADAPTER, KV_CACHE, GRAMMAR, NO_TOKEN_LEFT, NOT_FINITE = "adapter", "kv_cache", "grammar", "no_token_left", "not_finite"
+
+
+class SequenceFailure(msgspec.Struct, array_like=True, frozen=True):
+    """Why a sequence, a request or a preparation for it ended with an error."""
+
+    text: str
+    #: "": the engine is at fault.
+    kind: str = ""
+
+
 class UnrecordableError(OctavoError, RuntimeError):
     """A recorded step cannot hold an operation of the network, and would leave it out when it is replayed."""
 
@@ -195,7 +233,7 @@ class EngineKilledError(EngineDeadError):
 def reported_error(kind: str, message: str, data: Mapping[str, Any] | None = None) -> OctavoError:
     """An exception that another process reported by class name; ``WorkerError`` for classes of other packages.
 
-    ``data``: of an ``InvalidRequestError``.
+    ``data``: of an ``OctavoError``.
     """
     error_class = globals().get(kind)
     if isinstance(error_class, type) and issubclass(error_class, OctavoError):

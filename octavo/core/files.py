@@ -34,11 +34,11 @@ def read_bounded(path: Path, most: int, error: type[OctavoError] = ConfigError) 
                 data += part
             size = max(len(data), os.fstat(file.fileno()).st_size)
     except FileNotFoundError:
-        raise error(f"{path} is missing: there is no such file") from None
+        raise error("is missing: there is no such file", file=path) from None
     except OSError as e:
-        raise error(f"{path} cannot be read: {e.strerror}") from None
+        raise error(f"cannot be read: {e.strerror}", file=path) from None
     if len(data) > most:
-        raise error(f"{path} has {size} bytes; at most {most} are read")
+        raise error(f"has {size} bytes; at most {most} are read", file=path)
     return bytes(data)
 
 
@@ -57,14 +57,14 @@ def read_value(file: Path, error: type[OctavoError] = ConfigError, most: int = M
     try:
         return json.loads(data.decode())
     except (ValueError, RecursionError) as e:
-        raise error(f"{file} is not readable JSON: {e}") from None
+        raise error(f"is not readable JSON: {e}", file=file) from None
 
 
 def read_object(file: Path, error: type[OctavoError] = ConfigError, most: int = MAX_CONFIG) -> dict[str, Any]:
     """The object in a JSON file; raises ``error`` as ``read_value``, and for other values."""
     value = read_value(file, error, most)
     if not isinstance(value, dict):
-        raise error(f"{file} must hold a JSON object, not {type(value).__name__}")
+        raise error(f"must hold a JSON object, not {type(value).__name__}", file=file)
     return value
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeAlias, TypeVa
 
 import msgspec
 
-from octavo.core.errors import InvalidRequestError
+from octavo.core.errors import ADAPTER, KV_CACHE, InvalidRequestError
 from octavo.core.sampling_params import check_parameters, check_truncation, parameter
 
 if TYPE_CHECKING:
@@ -73,9 +73,8 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     #: Message for the finish reasons "error" and "ignored".
     error: str | None = None
-    # Kinds of errors.
-    exceeds_kv_cache: bool = False
-    adapter_failed: bool = False
+    #: ``SequenceFailure.kind``.
+    error_kind: str = ""
     #: The request's own fields are to blame: no token is left by them, or its grammar cannot be used.
     invalid: InvalidRequestError | None = None
 
@@ -83,6 +82,16 @@ class CompletionOutput:
     def finished(self) -> bool:
         """Whether no more tokens will come."""
         return self.finish_reason is not None
+
+    @property
+    def exceeds_kv_cache(self) -> bool:
+        """Whether the request's sequences have outgrown the KV cache."""
+        return self.error_kind == KV_CACHE
+
+    @property
+    def adapter_failed(self) -> bool:
+        """Whether the request's adapter could not be loaded."""
+        return self.error_kind == ADAPTER
 
     def __add__(self, later: CompletionOutput) -> CompletionOutput:
         """This completion followed by the increment ``later``."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from octavo.core.errors import SequenceFailure
 from octavo.core.request import AdmissionStats, AnyTask, BeamUpdate, DraftStats, Feature, Hypothesis, Preparation
 
 
@@ -140,8 +141,8 @@ class SequenceResult(msgspec.Struct, array_like=True):
     prompt_logprobs: list[PositionLogprobs] = []
     #: float32: result of a ``Pool``; or attention weights of alignment heads [heads, prompt tokens, encoder positions].
     pooled: bytes | None = None
-    #: Message of a failure, which ends this sequence alone, and replaces its last sampled token, if there is one.
-    error: str | None = None
+    #: Ends this sequence alone, and replaces its last sampled token, if there is one.
+    error: SequenceFailure | None = None
 
 
 class StepResult(msgspec.Struct):
@@ -166,8 +167,8 @@ class StepResult(msgspec.Struct):
     extras: dict[int, SequenceResult] = {}
     #: Keys of resources prepared since the last result.
     prepared: list[str] = []
-    #: By key: the error of a preparation, which ends the waiting requests.
-    prepare_errors: dict[str, str] = {}
+    #: By key: why a preparation failed, which ends the waiting requests.
+    prepare_errors: dict[str, SequenceFailure] = {}
     #: Digest of this rank's sampled tokens since the last comparison of ranks; empty between comparisons.
     sampled_digest: bytes = b""
     #: Seconds of the step to fill slots and to wait for preparations.
@@ -206,11 +207,9 @@ class GroupOutput(msgspec.Struct, array_like=True):
     group_id: int
     #: "stop", "length" (without sampling), "error" or "ignored".
     finish_reason: str
-    error: str | None = None
+    error: SequenceFailure | None = None
     #: Of a beam search, best first.
     hypotheses: list[Hypothesis] | None = None
-    exceeds_kv_cache: bool = False
-    adapter_failed: bool = False
 
 
 class EngineCoreOutputs(msgspec.Struct):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import msgspec
 
-from octavo.core.errors import InvalidRequestError, did_you_mean
+from octavo.core.errors import GRAMMAR, NO_TOKEN_LEFT, InvalidRequestError, SequenceFailure, did_you_mean
 from octavo.core.foreign import FOREIGN
 
 # Parameters are declared once, as annotated fields of a struct. Flags, request bodies, help texts, reference pages and
@@ -132,9 +132,6 @@ def _check_token_ids(name: str, value: object) -> None:
 
 #: The fields of ``StructuredOutputsParams`` of which exactly one is set.
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-#: Prefixes of workers' messages: the grammar exceeds the parser's limits with the model's vocabulary, or in an output.
-UNUSABLE = "the grammar cannot be used: "
-TOO_COSTLY = "the grammar became too costly: "
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -263,8 +260,6 @@ DEFAULT_MAX_TOKENS = DefaultMaxTokens(16)
 MAX_CANDIDATES = 256
 #: Lower temperatures are greedy.
 MIN_TEMPERATURE = 1e-5
-#: Prefix of a worker's message if every token is masked.
-NO_TOKEN_LEFT = "no token is left to choose"
 #: Fields with defaults of models (``default_sampling``).
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
@@ -465,16 +460,17 @@ def excluding_fields(params: SamplingParams) -> list[str]:
 def no_token_error(fields: Sequence[str], num_tokens: int) -> InvalidRequestError:
     """The error of a request whose ``excluding_fields`` leave no token after ``num_tokens`` tokens of output."""
     verb = "excludes" if len(fields) == 1 else "together exclude"
-    problem = f"{verb} every token after {num_tokens} tokens of the output: all are masked, and {NO_TOKEN_LEFT}"
+    problem = f"{verb} every token after {num_tokens} tokens of the output: all are masked"
     return InvalidRequestError(problem, path=fields[0], also=fields[1:])
 
 
-def grammar_error(message: str | None, params: SamplingParams) -> InvalidRequestError | None:
-    """The error of a request whose grammar failed in a worker with this message; None: it has another cause."""
-    structured = params.structured_outputs
-    if structured is None or message is None or not message.startswith((UNUSABLE, TOO_COSTLY)):
-        return None
-    return InvalidRequestError(message.partition("\n")[0], path=f"structured_outputs.{structured.form}")
+def failure_of_fields(failure: SequenceFailure, params: SamplingParams, num_tokens: int) -> InvalidRequestError | None:
+    """The error of a request whose own fields made it fail after ``num_tokens`` tokens of output; None: others did."""
+    if failure.kind == NO_TOKEN_LEFT and (fields := excluding_fields(params)):
+        return no_token_error(fields, num_tokens)
+    if failure.kind == GRAMMAR and (structured := params.structured_outputs) is not None:
+        return InvalidRequestError(failure.text.partition("\n")[0], path=f"structured_outputs.{structured.form}")
+    return None
 
 
 # Beam search.

@@ -24,7 +24,7 @@ import msgspec
 from octavo.config.engine_config import EngineConfig, idle_options
 from octavo.config.kv_spec import GroupBlocks, KVLayout
 from octavo.config.options import MAX_LOGPROBS_ON_GPU
-from octavo.core.errors import ConfigError, EngineStateError, ModelNotFoundError, SequenceError
+from octavo.core.errors import ConfigError, EngineStateError, ModelNotFoundError, SequenceError, SequenceFailure
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, StepPlan, StepResult
 from octavo.core.request import AdapterRef, EngineCoreRequest, SequenceStatus, adapter_preparation, limits_of
@@ -238,10 +238,9 @@ class StepLoop:
                 logger.error("step %d failed: %s: %s", plan.step, type(e).__name__, e)
                 scheduler.preparations.repeat(plan)
             else:
-                failed = scheduler.preparations.update(plan, result)
                 outputs.groups += [
-                    GroupOutput(group.group_id, SequenceStatus.FINISHED_ERROR.value, message, adapter_failed=is_adapter)
-                    for group, message, is_adapter in failed
+                    GroupOutput(group.group_id, SequenceStatus.FINISHED_ERROR.value, failure)
+                    for group, failure in scheduler.preparations.update(plan, result)
                 ]
         self.executor.check_health()
         requests, ends = scheduler.take_all(self._last_submitted)
@@ -313,9 +312,9 @@ class StepLoop:
                 logger.error("step %d failed after it: %s: %s", later.step, type(e).__name__, e)
             outputs.groups += self._scheduling(partial(self.scheduler.fail, later, message)).groups
         for output in outputs.groups:
-            if failed_at is not None and output.error == message:
+            if failed_at is not None and output.error == SequenceFailure(message):
                 whose = "this request" if output.group_id == failed_at else "another request"
-                output.error = f"the step failed at {whose}: {error}"
+                output.error = SequenceFailure(f"the step failed at {whose}: {error}")
         self.executor.check_health()
         return outputs
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from octavo.core.errors import EngineStateError, OctavoError
+from octavo.core.errors import EngineStateError, OctavoError, SequenceFailure
 from octavo.core.outputs import RequestOutput
 from octavo.core.plan import EngineCoreOutputs, GroupOutput
 from octavo.core.request import LoRARequest, Prompt, SequenceStatus
@@ -95,7 +95,7 @@ class EngineOperations(ABC):
             self._notify(request)
 
     def _fail(self, request: RequestState, reason: str) -> None:
-        end = GroupOutput(request.group_id, SequenceStatus.FINISHED_ERROR.value, reason)
+        end = GroupOutput(request.group_id, SequenceStatus.FINISHED_ERROR.value, SequenceFailure(reason))
         self._process(EngineCoreOutputs(groups=[end]))
 
     # --- state --------------------------------------------------------------------------------------------------------

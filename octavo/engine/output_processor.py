@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.core.errors import NO_TOKEN_LEFT, SequenceFailure
 from octavo.core.outputs import (
     CompletionOutput,
     Logprob,
@@ -33,12 +34,9 @@ from octavo.core.request import (
     SequenceStatus,
 )
 from octavo.core.sampling_params import (
-    NO_TOKEN_LEFT,
     RequestOutputKind,
     SamplingParams,
-    excluding_fields,
-    grammar_error,
-    no_token_error,
+    failure_of_fields,
 )
 from octavo.engine.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -182,8 +180,7 @@ class OutputProcessor:
         if update.hypotheses is None:
             for completion in request.completions:
                 if not completion.finished:
-                    completion.output.error, completion.output.exceeds_kv_cache = update.error, update.exceeds_kv_cache
-                    completion.output.adapter_failed = update.adapter_failed
+                    self._set_error(request, completion, update.error)
                     self._finish(request, completion, update.finish_reason)
             return
         stops = request.group.task.stop_token_ids
@@ -218,15 +215,18 @@ class OutputProcessor:
             if update.extra.pooled is not None:
                 request.pooled = update.extra.pooled
             if reason == _FAILED:
-                output.error = update.extra.error
-                fields = excluding_fields(request.params)
-                if fields and (output.error or "").startswith(NO_TOKEN_LEFT):
-                    output.invalid = no_token_error(fields, len(completion.token_ids))
-                    output.error = str(output.invalid)
-                else:
-                    output.invalid = grammar_error(output.error, request.params)
+                self._set_error(request, completion, update.extra.error)
         if reason is not None:
             self._finish(request, completion, reason, drop_last=silent)
+
+    def _set_error(self, request: RequestState, completion: CompletionState, failure: SequenceFailure | None) -> None:
+        if failure is None:
+            return
+        output = completion.output
+        output.error, output.error_kind = failure.text, failure.kind
+        output.invalid = failure_of_fields(failure, request.params, len(completion.token_ids))
+        if output.invalid is not None and failure.kind == NO_TOKEN_LEFT:
+            output.error = str(output.invalid)
 
     def _finish(
         self, request: RequestState, completion: CompletionState, reason: str, *, drop_last: bool = False

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from octavo.core.errors import SequenceFailure
 from octavo.core.plan import StepPlan, StepResult
 from octavo.process.startup import WorkerFacts
 
@@ -142,21 +143,21 @@ class WorkerReports:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         #: By key of the resource and rank: an error, or None.
-        self._reports: dict[str, dict[int, str | None]] = {}
+        self._reports: dict[str, dict[int, SequenceFailure | None]] = {}
 
     def combine(self, result: StepResult, others: Iterable[tuple[int, StepResult]], rank: int) -> None:
         """Adds the reports of ``others`` to those of worker ``rank``; ``result`` keeps resources that all report."""
         for reporter, report in [(rank, result), *others]:
             for key in report.prepared:
                 self._reports.setdefault(key, {})[reporter] = None
-            for key, message in report.prepare_errors.items():
-                self._reports.setdefault(key, {})[reporter] = message
+            for key, failure in report.prepare_errors.items():
+                self._reports.setdefault(key, {})[reporter] = failure
         result.prepared, result.prepare_errors = [], {}
         for key in [key for key, of_workers in self._reports.items() if len(of_workers) == self._world_size]:
             of_workers = self._reports.pop(key)
-            messages = [message for _, message in sorted(of_workers.items()) if message is not None]
-            if messages:
-                result.prepare_errors[key] = messages[0]
+            failures = [failure for _, failure in sorted(of_workers.items()) if failure is not None]
+            if failures:
+                result.prepare_errors[key] = failures[0]
             else:
                 result.prepared.append(key)
 

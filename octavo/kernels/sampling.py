@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.errors import NO_TOKEN_LEFT, SequenceFailure
 from octavo.core.plan import PositionLogprobs
-from octavo.core.sampling_params import NO_TOKEN_LEFT, SamplingParams
+from octavo.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.kernels.interface import Array
 
 #: Results of ``SamplingBackend.choose`` that are no tokens, and their reasons.
 NO_TOKEN = {
-    -1: "the logits are NaN",
-    -2: "the logits are infinite",
-    -3: f"{NO_TOKEN_LEFT}: every one of the vocabulary is masked",
+    -1: SequenceFailure("the logits are NaN"),
+    -2: SequenceFailure("the logits are infinite"),
+    -3: SequenceFailure("no token is left to choose: every one of the vocabulary is masked", NO_TOKEN_LEFT),
 }
 
 #: ``Filters`` as a record type of numpy.

@@ -42,7 +42,7 @@ def check_adapter(path: str | Path, name: str, targets: AdapterTargets, max_rank
         AdapterError: it is missing, damaged, not supported, or does not fit; the message names file and tensor.
     """
     files = _open_adapter(path)
-    rank = check_pairs(files.pairs(targets), targets, max_rank, str(files.file))
+    rank = check_pairs(files.pairs(targets), targets, max_rank, files.file)
     return AdapterRef(files.digest(), name, str(files.path.absolute()), rank)
 
 
@@ -57,7 +57,7 @@ def read_adapter(ref: AdapterRef, targets: AdapterTargets, max_rank: int) -> Lor
         AdapterError: its files have changed or cannot be read, or a value is infinite or not a number.
     """
     with _unchanged(ref) as files:
-        pairs, where = files.pairs(targets), str(files.file)
+        pairs, where = files.pairs(targets), files.file
         check_pairs(pairs, targets, max_rank, where)
         tensors = files.values({name for pair in pairs for name in (pair.down, pair.up)})
     return assemble(pairs, tensors, targets, where)
@@ -153,43 +153,45 @@ class LoraPair:
     down_transposed: bool = False
 
 
-def check_pairs(pairs: Sequence[LoraPair], targets: AdapterTargets, max_rank: int, where: str) -> int:
+def check_pairs(pairs: Sequence[LoraPair], targets: AdapterTargets, max_rank: int, where: Path) -> int:
     """The largest rank of the pairs; refuses pairs that do not fit the network or exceed ``max_rank``."""
     if not pairs:
-        raise AdapterError(f"{where} holds no low-rank matrices")
+        raise AdapterError("holds no low-rank matrices", file=where)
     adapted: dict[tuple[str, str], str] = {}
     for pair in pairs:
         if len(pair.down_shape) != 2 or len(pair.up_shape) != 2:
             name, shape = (pair.down, pair.down_shape) if len(pair.down_shape) != 2 else (pair.up, pair.up_shape)
-            raise AdapterError(f"{where}: tensor {name!r} has shape {list(shape)}; expected two dimensions")
+            raise AdapterError(f"tensor {name!r} has shape {list(shape)}; expected two dimensions", file=where)
         rank = pair.down_shape[0]
         if not 1 <= rank <= max_rank:
             raise AdapterError(
-                f"{where}: tensor {pair.down!r} has rank {rank}; served are ranks of 1 to {max_rank} (max_lora_rank)"
+                f"tensor {pair.down!r} has rank {rank}; served are ranks of 1 to {max_rank} (max_lora_rank)", file=where
             )
         if pair.up_shape[1] != rank:
             raise AdapterError(
-                f"{where}: tensor {pair.up!r} has {pair.up_shape[1]} columns, expected the rank {rank} of {pair.down!r}"
+                f"tensor {pair.up!r} has {pair.up_shape[1]} columns, expected the rank {rank} of {pair.down!r}",
+                file=where,
             )
         try:
             matrices = targets.find(pair.module, np.empty((pair.up_shape[0], 0), np.float32))
         except AdapterError as e:
-            raise AdapterError(f"{where}: tensor {pair.up!r} cannot be used: {e}") from None
+            raise AdapterError(f"tensor {pair.up!r} cannot be used: {e}", file=where) from None
         for target, _ in matrices:
             if pair.down_shape[1] != target.inputs:
                 raise AdapterError(
-                    f"{where}: tensor {pair.down!r} has {pair.down_shape[1]} columns, but {pair.module!r} has "
-                    f"{target.inputs} inputs"
+                    f"tensor {pair.down!r} has {pair.down_shape[1]} columns, but {pair.module!r} has "
+                    f"{target.inputs} inputs",
+                    file=where,
                 )
             place = (target.layer, target.part)
             if place in adapted:
-                raise AdapterError(f"{where}: tensors {adapted[place]!r} and {pair.up!r} are for the same matrix")
+                raise AdapterError(f"tensors {adapted[place]!r} and {pair.up!r} are for the same matrix", file=where)
             adapted[place] = pair.up
     return max(pair.down_shape[0] for pair in pairs)
 
 
 def assemble(
-    pairs: Sequence[LoraPair], tensors: Mapping[str, np.ndarray], targets: AdapterTargets, where: str
+    pairs: Sequence[LoraPair], tensors: Mapping[str, np.ndarray], targets: AdapterTargets, where: Path
 ) -> LoraWeights:
     """The weights of an adapter from its checked ``pairs`` and the float32 ``tensors`` of its file ``where``."""
     weights: LoraWeights = {}
@@ -200,7 +202,7 @@ def assemble(
             with np.errstate(all="ignore"):
                 total = tensor.sum()
             if not math.isfinite(total) and (bad := tensor.size - np.count_nonzero(np.isfinite(tensor))):
-                raise AdapterError(f"{where}: {bad} of the values of tensor {name!r} are infinite or not a number")
+                raise AdapterError(f"{bad} of the values of tensor {name!r} are infinite or not a number", file=where)
         if pair.down_transposed:
             down = np.ascontiguousarray(down.T)
         if pair.row_order is not None:
@@ -258,7 +260,7 @@ def _open_adapter(path: str | Path) -> AdapterFiles:
 def _unchanged(ref: AdapterRef) -> Iterator[AdapterFiles]:
     """The files of a checked adapter; AdapterError unless they have the checked contents before and after the block."""
     changed = AdapterError(
-        f"the files of adapter {ref.name!r} changed on disk after it was loaded; load it again: {ref.path}"
+        f"the files of adapter {ref.name!r} changed on disk after it was loaded; load it again", file=ref.path
     )
     try:
         files = _open_adapter(ref.path)
@@ -277,11 +279,11 @@ def _errors_of(file: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as e:
-        raise AdapterError(f"{file} is damaged or no safetensors file: {e}") from None
+        raise AdapterError(f"is damaged or no safetensors file: {e}", file=file) from None
     except OSError as e:
-        raise AdapterError(f"{file} cannot be read: {e.strerror or e}") from None
+        raise AdapterError(f"cannot be read: {e.strerror or e}", file=file) from None
     except OctavoError as e:
-        raise AdapterError(str(e)) from None
+        raise AdapterError(e.problem, file=e.file or file) from None
 
 
 # Folders of PEFT: adapter_config.json and adapter_model.safetensors
@@ -325,10 +327,10 @@ class PeftFolder(AdapterFiles):
     def __init__(self, folder: Path) -> None:
         self.path, self.config_file, self.file = folder, folder / CONFIG_FILE, folder / WEIGHTS_FILE
         if not folder.exists():
-            raise AdapterError(f"there is no adapter at {folder}: expected a folder with {CONFIG_FILE}, or a GGUF file")
+            raise AdapterError(f"is missing: expected a folder with {CONFIG_FILE}, or a GGUF file", file=folder)
         if not self.config_file.is_file():
             hint = "; it holds a whole model, which is no adapter" if (folder / "config.json").is_file() else ""
-            raise AdapterError(f"{folder} has no {CONFIG_FILE}{hint}")
+            raise AdapterError(f"has no {CONFIG_FILE}{hint}", file=folder)
         self.settings = (self.config_file,)
         self.config = read_object(self.config_file, AdapterError, _MAX_CONFIG_BYTES)
 
@@ -337,17 +339,18 @@ class PeftFolder(AdapterFiles):
         """The tensors in the order of their data; all are floating point."""
         if not self.file.is_file() and (self.path / "adapter_model.bin").exists():
             raise AdapterError(
-                f"{self.path} holds adapter_model.bin but no {WEIGHTS_FILE}: such files are pickles, which can run "
-                "code and are never loaded; save the adapter with save_pretrained(FOLDER, safe_serialization=True)"
+                f"holds adapter_model.bin but no {WEIGHTS_FILE}: such files are pickles, which can run "
+                "code and are never loaded; save the adapter with save_pretrained(FOLDER, safe_serialization=True)",
+                file=self.path,
             )
         if not self.file.is_file():
-            raise AdapterError(f"{self.path} has no {WEIGHTS_FILE}")
+            raise AdapterError(f"has no {WEIGHTS_FILE}", file=self.path)
         with _errors_of(self.file):
             stored = read_header(self.file)
         for name, tensor in stored.items():
             if tensor.dtype not in FLOATS:
                 raise AdapterError(
-                    f"{self.file}: tensor {name!r} is of type {tensor.dtype}; expected float32, bfloat16 or float16"
+                    f"tensor {name!r} is of type {tensor.dtype}; expected float32, bfloat16 or float16", file=self.file
                 )
         return stored
 
@@ -365,18 +368,19 @@ class PeftFolder(AdapterFiles):
                 _check_copy(module, name, tensor.shape, targets, file)
             else:
                 raise AdapterError(
-                    f"{file}: tensor {name!r} is no low-rank matrix, such as "
-                    f"{_PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight, but an unsupported tensor, bias or DoRA"
+                    f"tensor {name!r} is no low-rank matrix, such as "
+                    f"{_PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight, but an unsupported tensor, bias or DoRA",
+                    file=file,
                 )
         for module, name in sorted((downs | ups).items()):
             if module not in downs or module not in ups:
-                raise AdapterError(f"{file}: tensor {name!r} has no partner: both matrices of {module!r} are needed")
+                raise AdapterError(f"tensor {name!r} has no partner: both matrices of {module!r} are needed", file=file)
         pairs = []
         for module, down in downs.items():
             up, rank, shape = ups[module], config.rank(module), stored[down].shape
             if shape[:1] != (rank,):
                 raise AdapterError(
-                    f"{file}: tensor {down!r} has shape {list(shape)}, but {CONFIG_FILE} has rank {rank}"
+                    f"tensor {down!r} has shape {list(shape)}, but {CONFIG_FILE} has rank {rank}", file=file
                 )
             pairs.append(LoraPair(module, down, up, shape, stored[up].shape, config.scale(module)))
         return pairs
@@ -388,7 +392,7 @@ class PeftFolder(AdapterFiles):
                 with _errors_of(self.file):
                     data = np.fromfile(self.file, np.uint8, stored.nbytes, offset=stored.offset)
                 if data.size < stored.nbytes:
-                    raise AdapterError(f"{self.file} became shorter while tensor {name!r} was read")
+                    raise AdapterError(f"has become shorter while tensor {name!r} was read", file=self.file)
                 values = data.view(DTYPES[stored.dtype]).reshape(stored.shape)
                 tensors[name] = values.astype(np.float32, copy=False)
         return tensors
@@ -411,8 +415,9 @@ def _check_copy(module: str, name: str, shape: tuple[int, ...], targets: Adapter
                 if all(t.inputs == columns for t, _ in targets.find(module, np.empty((rows, 0), np.float32))):
                     return
     raise AdapterError(
-        f"{file}: tensor {name!r} has shape {list(shape)}, unlike the model's own: adapters of a resized vocabulary "
-        "are not supported"
+        f"tensor {name!r} has shape {list(shape)}, unlike the model's own: adapters of a resized vocabulary "
+        "are not supported",
+        file=file,
     )
 
 
@@ -440,13 +445,13 @@ class _Config:
 
     def _positive(self, name: str, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise AdapterError(f"{self._file}: {name} must be a positive integer, not {value!r}")
+            raise AdapterError(f"{name} must be a positive integer, not {value!r}", file=self._file)
         return value
 
     def _patterns(self, name: str, raw: Mapping[str, Any]) -> dict[str, tuple[re.Pattern[str], Any]]:
         table = raw.get(name) or {}
         if not isinstance(table, dict) or len(table) > _MAX_PATTERNS:
-            raise AdapterError(f"{self._file}: {name} must be an object of at most {_MAX_PATTERNS} patterns")
+            raise AdapterError(f"{name} must be an object of at most {_MAX_PATTERNS} patterns", file=self._file)
         patterns = {}
         for key, value in table.items():
             # Repeated groups, and many repetitions, could take hours to match.
@@ -455,13 +460,15 @@ class _Config:
                 with suppress(re.error, OverflowError, RecursionError):
                     patterns[key] = re.compile(rf"(.*\.)?({key})$"), value
             if key not in patterns:
-                raise AdapterError(f"{self._file}: {name} has the pattern {key[:100]!r}, which is wrong or too complex")
+                raise AdapterError(
+                    f"{name} has the pattern {key[:100]!r}, which is wrong or too complex", file=self._file
+                )
         return patterns
 
 
 def _number(file: Path, name: str, value: Any) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e30:
-        raise AdapterError(f"{file}: {name} must be a number, not {value!r}")
+        raise AdapterError(f"{name} must be a number, not {value!r}", file=file)
     return float(value)
 
 
@@ -472,23 +479,26 @@ def _matching(patterns: Mapping[str, tuple[re.Pattern[str], Any]], module: str) 
 
 def _refuse_other_methods(file: Path, raw: Mapping[str, Any]) -> None:
     if raw.get("peft_type") != "LORA":
-        raise AdapterError(f"{file}: peft_type={raw.get('peft_type')!r} is not supported; supported: 'LORA'")
+        raise AdapterError(f"peft_type={raw.get('peft_type')!r} is not supported; supported: 'LORA'", file=file)
     if raw.get("bias", "none") != "none":
-        raise AdapterError(f"{file}: bias={raw['bias']!r} is not supported: biases are the model's; supported: 'none'")
+        raise AdapterError(
+            f"bias={raw['bias']!r} is not supported: biases are the model's; supported: 'none'", file=file
+        )
     for name, why in _REFUSED.items():
         if raw.get(name):
-            raise AdapterError(f"{file}: {name}={raw[name]!r} is not supported: {why}")
+            raise AdapterError(f"{name}={raw[name]!r} is not supported: {why}", file=file)
     init = raw.get("init_lora_weights", True)
     if isinstance(init, str) and _CHANGES_MODEL.match(init):
         raise AdapterError(
-            f"{file}: init_lora_weights={init!r} is not supported: such an adapter belongs to weights that the "
-            "initialisation has changed; save it with path_initial_model_for_weight_conversion"
+            f"init_lora_weights={init!r} is not supported: such an adapter belongs to weights that the "
+            "initialisation has changed; save it with path_initial_model_for_weight_conversion",
+            file=file,
         )
     if init not in (None, *_KNOWN_INITS):
-        raise AdapterError(f"{file}: init_lora_weights={init!r} is not supported")
+        raise AdapterError(f"init_lora_weights={init!r} is not supported", file=file)
     for name, value in raw.items():  # variants that are newer than this list
         if name.startswith("use_") and name != "use_rslora" and value:
-            raise AdapterError(f"{file}: {name}={value!r} is not supported")
+            raise AdapterError(f"{name}={value!r} is not supported", file=file)
 
 
 # GGUF files of llama.cpp's convert_lora_to_gguf.py
@@ -505,7 +515,7 @@ class GGUFAdapter(AdapterFiles):
         with _errors_of(path), path.open("rb") as file:
             magic = file.read(4)
         if magic != b"GGUF":
-            raise AdapterError(f"{path} is no adapter: expected a folder with {CONFIG_FILE}, or a GGUF file")
+            raise AdapterError(f"is no adapter: expected a folder with {CONFIG_FILE}, or a GGUF file", file=path)
 
     @functools.cached_property
     def opened(self) -> GGUFFile:
@@ -514,11 +524,11 @@ class GGUFAdapter(AdapterFiles):
         facts = file.metadata
         kind, method = facts.get("general.type"), facts.get("adapter.type")
         if kind != "adapter":
-            raise AdapterError(f"{self.path}: general.type is {kind!r}, expected 'adapter': it holds no adapter")
+            raise AdapterError(f"general.type is {kind!r}, expected 'adapter': it holds no adapter", file=self.path)
         if method != "lora":
-            raise AdapterError(f"{self.path}: adapter.type={method!r} is not supported; supported: 'lora'")
+            raise AdapterError(f"adapter.type={method!r} is not supported; supported: 'lora'", file=self.path)
         if other := sorted(key for key in facts if key.startswith("adapter.alora.")):
-            raise AdapterError(f"{self.path}: {other[0]} is not supported: activated LoRA is not supported")
+            raise AdapterError(f"{other[0]} is not supported: activated LoRA is not supported", file=self.path)
         return file
 
     def pairs(self, targets: AdapterTargets) -> list[LoraPair]:
@@ -529,13 +539,14 @@ class GGUFAdapter(AdapterFiles):
         if arch not in kinds:
             expected = " or ".join(map(repr, kinds)) or "none: the model's architecture has no GGUF files here"
             raise AdapterError(
-                f"{file.path} is an adapter for the architecture {arch!r}; the model ({architecture}) takes {expected}"
+                f"is an adapter for the architecture {arch!r}; the model ({architecture}) takes {expected}",
+                file=file.path,
             )
         alpha = _number(file.path, "adapter.lora.alpha", file.metadata.get("adapter.lora.alpha"))
         for tensor in file.tensors:
             if not tensor.endswith((_GGUF_DOWN, _GGUF_UP)):
                 raise AdapterError(
-                    f"{file.path}: tensor {tensor!r} is no low-rank matrix, such as attn_q.weight.lora_a"
+                    f"tensor {tensor!r} is no low-rank matrix, such as attn_q.weight.lora_a", file=file.path
                 )
         sources = dict.fromkeys(tensor.removesuffix(_GGUF_DOWN).removesuffix(_GGUF_UP) for tensor in file.tensors)
         # For any layer, so that the error for a layer too many names it.
@@ -547,7 +558,7 @@ class GGUFAdapter(AdapterFiles):
         for source in sources:
             names = by_source.get(_BLOCK.sub("blk.{}.", source))
             if names is None or "_exps." in source:
-                raise AdapterError(f"{file.path}: there are no adapters of the tensor {source!r} for this model")
+                raise AdapterError(f"there are no adapters of the tensor {source!r} for this model", file=file.path)
             block = _BLOCK.match(source)
             modules = [name.format(block and block[1]) for name in dict.fromkeys(names)]
             pairs += _pairs(file, source, modules, alpha, targets)
@@ -569,14 +580,14 @@ def _pairs(
     down, up = file.tensors.get(source + _GGUF_DOWN), file.tensors.get(source + _GGUF_UP)
     if down is None or up is None:
         present, absent = (_GGUF_UP, _GGUF_DOWN) if down is None else (_GGUF_DOWN, _GGUF_UP)
-        raise AdapterError(f"{file.path}: tensor {source + present!r} has no partner {source + absent!r}")
+        raise AdapterError(f"tensor {source + present!r} has no partner {source + absent!r}", file=file.path)
     transposed = source == _EMBEDDING
     down_shape = down.shape[::-1] if transposed else down.shape
     # As in llama.cpp, no alpha means no scaling.
     scale = alpha / up.shape[-1] if alpha else 1.0
     counts = [up.rows] if len(names) == 1 else [targets.shapes.get(name, (0,))[0] for name in names]
     if sum(counts) != up.rows:
-        raise AdapterError(f"{file.path}: tensor {up.name!r} has {up.rows} rows, expected {sum(counts)}")
+        raise AdapterError(f"tensor {up.name!r} has {up.rows} rows, expected {sum(counts)}", file=file.path)
     start = 0
     for name, count in zip(names, counts, strict=True):
         order = np.arange(start, start + count)
@@ -586,7 +597,7 @@ def _pairs(
                     order = order[entry.order(count)]
                 except ValueError:
                     raise AdapterError(
-                        f"{file.path}: tensor {up.name!r} has {count} rows, which fit no heads"
+                        f"tensor {up.name!r} has {count} rows, which fit no heads", file=file.path
                     ) from None
         module, up_shape = name.removesuffix(".weight"), (count, *up.shape[1:])
         yield LoraPair(module, down.name, up.name, down_shape, up_shape, scale, order, transposed)
@@ -650,13 +661,13 @@ def check_prompt_adapter(path: str | Path, name: str, sizes: VirtualTokenSizes, 
     files = PeftFolder(Path(os.path.expanduser(path)))
     if not options.enable_prompt_adapter:
         raise AdapterError(
-            f"{files.path} holds a prompt adapter, which needs an engine with enable_prompt_adapter=True"
+            "holds a prompt adapter, which needs an engine with enable_prompt_adapter=True", file=files.path
         )
     count = _check(files, sizes)
     if count > options.max_prompt_adapter_token:
         raise AdapterError(
-            f"{files.config_file}: it has {count} virtual tokens, but max_prompt_adapter_token is "
-            f"{options.max_prompt_adapter_token}"
+            f"it has {count} virtual tokens, but max_prompt_adapter_token is {options.max_prompt_adapter_token}",
+            file=files.config_file,
         )
     return AdapterRef(files.digest(), name, str(files.path.absolute()), 0, count)
 
@@ -673,7 +684,7 @@ def read_prompt_adapter(ref: AdapterRef, sizes: VirtualTokenSizes) -> VirtualTok
         tensor = files.values((_TENSOR,))[_TENSOR]
     wrong = np.argwhere(~np.isfinite(tensor))
     if len(wrong):
-        raise AdapterError(f"{files.file}: tensor {_TENSOR!r} has a value at {wrong[0].tolist()} that is not finite")
+        raise AdapterError(f"tensor {_TENSOR!r} has a value at {wrong[0].tolist()} that is not finite", file=files.file)
     if files.config["peft_type"] != _PREFIX_TUNING:
         return VirtualTokens(embeddings=tensor)
     parts = tensor.reshape(len(tensor), sizes.layers, 2, sizes.kv_heads, sizes.head_dim)
@@ -682,20 +693,26 @@ def read_prompt_adapter(ref: AdapterRef, sizes: VirtualTokenSizes) -> VirtualTok
 
 def _check(files: PeftFolder, sizes: VirtualTokenSizes) -> int:
     """The number of virtual tokens; refuses a config and a tensor that do not fit the model."""
-    where, config = f"{files.config_file}: ", files.config
+    where, config = files.config_file, files.config
     kind, count = config.get("peft_type"), config.get("num_virtual_tokens")
     if kind not in _KINDS:
-        raise AdapterError(f"{where}peft_type={kind!r:.100} is not supported; with virtual tokens: {', '.join(_KINDS)}")
+        raise AdapterError(
+            f"peft_type={kind!r:.100} is not supported; with virtual tokens: {', '.join(_KINDS)}", file=where
+        )
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise AdapterError(f"{where}num_virtual_tokens must be a positive integer, not {count!r:.100}")
+        raise AdapterError(f"num_virtual_tokens must be a positive integer, not {count!r:.100}", file=where)
     if config.get("task_type") not in (None, "CAUSAL_LM"):
-        raise AdapterError(f"{where}task_type={config['task_type']!r:.100} is not supported; supported: 'CAUSAL_LM'")
+        raise AdapterError(
+            f"task_type={config['task_type']!r:.100} is not supported; supported: 'CAUSAL_LM'", file=where
+        )
     if config.get("num_transformer_submodules") not in (None, 1):
-        raise AdapterError(f"{where}adapters of encoder-decoders are not supported")
+        raise AdapterError("adapters of encoder-decoders are not supported", file=where)
     if kind != _PREFIX_TUNING:
         shape, meaning = (count, sizes.width), "virtual tokens and width of the embedding"
     elif not sizes.kv_heads:
-        raise AdapterError(f"{where}prefix tuning needs a cache of equal keys and values in every layer of the model")
+        raise AdapterError(
+            "prefix tuning needs a cache of equal keys and values in every layer of the model", file=where
+        )
     else:
         shape = count, sizes.layers * 2 * sizes.kv_heads * sizes.head_dim
         meaning = (
@@ -703,12 +720,12 @@ def _check(files: PeftFolder, sizes: VirtualTokenSizes) -> int:
         )
     file, entries = files.file, files.stored
     if _TENSOR not in entries:
-        raise AdapterError(f"{file} has no tensor {_TENSOR!r}, in which PEFT saves virtual tokens")
+        raise AdapterError(f"has no tensor {_TENSOR!r}, in which PEFT saves virtual tokens", file=file)
     if len(entries) > 1:
         other = next(name for name in entries if name != _TENSOR)
-        raise AdapterError(f"{file}: tensor {other!r} is not supported beside {_TENSOR!r}")
+        raise AdapterError(f"tensor {other!r} is not supported beside {_TENSOR!r}", file=file)
     if (actual := entries[_TENSOR].shape) != shape:
         raise AdapterError(
-            f"{file}: tensor {_TENSOR!r} has shape {list(actual)}, but the model needs {list(shape)}: {meaning}"
+            f"tensor {_TENSOR!r} has shape {list(actual)}, but the model needs {list(shape)}: {meaning}", file=file
         )
     return count

@@ -98,23 +98,23 @@ class GGUFFile:
         paths = split_paths(path)
         if len(paths) != count:
             raise WeightError(
-                f"{path} is one of {count} parts of a model: expected a name such as model-00001-of-{count:05}.gguf"
+                f"is one of {count} parts of a model: expected a name such as model-00001-of-{count:05}.gguf", file=path
             )
         self.metadata, self.tensors = {}, {}
         for number, part in enumerate(paths):
             if not part.is_file():
-                raise WeightError(f"{part} is missing: the model of {path.name} is split into {count} files")
+                raise WeightError(f"is missing: the model of {path.name} is split into {count} files", file=part)
             metadata, tensors = self._read_header(part)
             own_number, own_count = metadata.get("split.no"), metadata.get("split.count")
             if (own_number, own_count) != (number, count):
-                raise WeightError(f"{part} says that it is part {own_number} of {own_count}, counted from 0")
+                raise WeightError(f"it says that it is part {own_number} of {own_count}, counted from 0", file=part)
             if twice := self.tensors.keys() & tensors.keys():
-                raise WeightError(f"{part}: the tensor {min(twice)!r} is also in another part")
+                raise WeightError(f"the tensor {min(twice)!r} is also in another part", file=part)
             self.metadata = metadata | self.metadata  # the first part has those of the model
             self.tensors |= tensors
         total = self.metadata.get("split.tensors.count", len(self.tensors))
         if total != len(self.tensors):
-            raise WeightError(f"the parts of {path} hold {len(self.tensors)} tensors; they should hold {total}")
+            raise WeightError(f"its parts hold {len(self.tensors)} tensors; they should hold {total}", file=path)
 
     @staticmethod
     def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
@@ -123,7 +123,7 @@ class GGUFFile:
                 header = _Header(f, path.stat().st_size, path)
                 return header.metadata(), header.tensors()
         except OSError as e:
-            raise WeightError(f"{path} cannot be read: {e.strerror or e}") from e
+            raise WeightError(f"cannot be read: {e.strerror or e}", file=path) from e
 
     @property
     def file_type(self) -> str:
@@ -145,7 +145,7 @@ class GGUFFile:
             f.seek(tensor.offset + first * tensor.row_bytes)
             data = np.fromfile(f, dtype=np.uint8, count=count)
         if data.size != count:
-            raise WeightError(f"{tensor.path} became shorter while tensor {tensor.name!r} was read")
+            raise WeightError(f"has become shorter while tensor {tensor.name!r} was read", file=tensor.path)
         return data.reshape(last - first, tensor.row_bytes)
 
 
@@ -160,10 +160,12 @@ class _Header:
 
     def metadata(self) -> dict[str, Any]:
         if self.take(4) != b"GGUF":
-            raise WeightError(f"{self._path} is not a GGUF file: it does not begin with 'GGUF'")
+            raise WeightError("is not a GGUF file: it does not begin with 'GGUF'", file=self._path)
         version = self.number("<I")
         if version not in (2, 3):
-            raise UnsupportedModelError(f"{self._path} is GGUF version {version}; supported: 2 and 3, little-endian")
+            raise UnsupportedModelError(
+                f"is GGUF version {version}; supported: 2 and 3, little-endian", file=self._path
+            )
         self._tensor_count = self.count(at_least=24)
         metadata: dict[str, Any] = {}
         for _ in range(self.count(at_least=13)):
@@ -187,28 +189,30 @@ class _Header:
             try:
                 tensor = GGUFTensor(name, shape, GGMLQuantizationType(kind), start + offset, self._path)
             except ValueError:
-                raise UnsupportedModelError(f"{self._path}: tensor {name!r} has the unknown type {kind}") from None
+                raise UnsupportedModelError(f"tensor {name!r} has the unknown type {kind}", file=self._path) from None
             if tensor.type not in SUPPORTED_TYPES:
                 raise UnsupportedModelError(
-                    f"{self._path}: tensor {name!r} has type {tensor.type.name}, which is not supported; supported: "
-                    f"{', '.join(sorted(t.name for t in SUPPORTED_TYPES))}"
+                    f"tensor {name!r} has type {tensor.type.name}, which is not supported; supported: "
+                    f"{', '.join(sorted(t.name for t in SUPPORTED_TYPES))}",
+                    file=self._path,
                 )
             block = GGML_QUANT_SIZES[tensor.type][0]
             if shape[-1] % block:
                 raise self.corrupt(f"the rows of tensor {name!r} hold {shape[-1]} values, not a multiple of {block}")
             end = tensor.offset + tensor.rows * tensor.row_bytes
             if end > self._size:
-                raise WeightError(f"{self._path} is truncated: tensor {name!r} ends at byte {end} of {self._size}")
+                raise WeightError(f"is truncated: tensor {name!r} ends at byte {end} of {self._size}", file=self._path)
             tensors[name] = tensor
         return tensors
 
     def corrupt(self, what: str) -> WeightError:
-        return WeightError(f"{self._path} is corrupt near byte {self.position}: {what}")
+        return WeightError(f"is corrupt near byte {self.position}: {what}", file=self._path)
 
     def take(self, length: int) -> bytes:
         if length > self._size - self.position:
             raise WeightError(
-                f"{self._path} is truncated or corrupt: {length} bytes expected at byte {self.position} of {self._size}"
+                f"is truncated or corrupt: {length} bytes expected at byte {self.position} of {self._size}",
+                file=self._path,
             )
         self.position += length
         return self._file.read(length)
@@ -234,7 +238,7 @@ class _Header:
             length = int.from_bytes(read(8), "little")
             position += 8 + length
             if position > self._size:
-                raise WeightError(f"{self._path} is truncated or corrupt: text ends at byte {position}")
+                raise WeightError(f"is truncated or corrupt: text ends at byte {position}", file=self._path)
             if length > _MAX_TEXT:
                 raise self.corrupt(f"it claims a text of {length} bytes")
             try:

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 import msgspec
 
-from octavo.core.errors import InvalidRequestError, OctavoError, SequenceError, reported_error
+from octavo.core.errors import OctavoError, SequenceError, reported_error
 
 
 def end_with(other: Any, clean_up: Callable[[], object] = lambda: None) -> None:
@@ -66,12 +66,12 @@ class Failure(msgspec.Struct, array_like=True):
     message: str
     #: Of a ``SequenceError``.
     seq_id: int | None = None
-    #: Of an ``InvalidRequestError``.
+    #: Of an ``OctavoError``.
     data: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        data = error.data if isinstance(error, InvalidRequestError) else None
+        data = error.data if isinstance(error, OctavoError) else None
         return cls(type(error).__name__, str(error), getattr(error, "seq_id", None), data)
 
     @property

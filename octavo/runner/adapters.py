@@ -6,12 +6,13 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from octavo.core.errors import AdapterError, InsufficientMemoryError
+from octavo.core.errors import ADAPTER, AdapterError, InsufficientMemoryError, SequenceFailure
 from octavo.core.plan import NewSequence
 from octavo.core.request import AdapterRef
 from octavo.kernels.interface import LowRank, LowRankEmbedding, PackedAdapter
@@ -42,11 +43,13 @@ class AdapterPreparer(Preparer):
         with suppress(OSError, AttributeError):  # on Linux alone, the priority is the thread's
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
-    def message(self, payload: bytes, error: Exception) -> str:
+    def failure(self, payload: bytes, error: Exception) -> SequenceFailure:
         name = msgspec.msgpack.decode(payload, type=AdapterRef).name
-        if isinstance(error, AdapterError):
-            return f"adapter {name!r}: {error}"
-        return f"adapter {name!r} could not be loaded: {type(error).__name__}: {error}"
+        if not isinstance(error, AdapterError):
+            return SequenceFailure(f"adapter {name!r} could not be loaded: {type(error).__name__}: {error}", ADAPTER)
+        if error.file is not None:  # clients may see its name alone
+            error.file = Path(error.file).name
+        return SequenceFailure(f"adapter {name!r}: {error}", ADAPTER)
 
 
 class LoraPreparer(AdapterPreparer, RowFeature):

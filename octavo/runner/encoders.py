@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.dtypes import DType
-from octavo.core.errors import ConfigError, OctavoError
+from octavo.core.errors import ConfigError, OctavoError, SequenceFailure
 from octavo.core.plan import NewContext, NewSequence, StepPlan, StepResult, TableChange
 from octavo.core.request import EncoderInput, Generate
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput, make_batch
@@ -45,8 +45,8 @@ class EncoderInputPreparer(Preparer):
             raise RuntimeError(f"the encoder's input has {len(prepared)} positions, not {source.num_tokens}")
         return prepared
 
-    def message(self, payload: bytes, error: Exception) -> str:
-        return str(error) if isinstance(error, OctavoError) else super().message(payload, error)
+    def failure(self, payload: bytes, error: Exception) -> SequenceFailure:
+        return SequenceFailure(str(error)) if isinstance(error, OctavoError) else super().failure(payload, error)
 
 
 class Contexts(RowFeature):
@@ -216,7 +216,7 @@ class Alignment(RowFeature):
             if np.isfinite(weights).all():
                 step.extra(seq_id).pooled = weights.tobytes()
             else:
-                step.extra(seq_id).error = "the attention weights are not finite (NaN or infinite)"
+                step.extra(seq_id).error = SequenceFailure("the attention weights are not finite (NaN or infinite)")
 
 
 @dataclass(slots=True)

@@ -6,9 +6,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.core.errors import OctavoError
+from octavo.core.errors import GRAMMAR, OctavoError, SequenceFailure
 from octavo.core.request import AnyTask, Generate
-from octavo.core.sampling_params import UNUSABLE
 from octavo.kernels.forward_batch import ForwardBatch, ForwardOutput
 from octavo.runner.input_batch import StepInputs
 from octavo.runner.preparers import Preparer
@@ -52,12 +51,12 @@ class GrammarPreparer(Preparer):
                 self._tokenizer = GrammarTokenizer(backend, self._vocab_size, self._eos_token_ids)
         return CompiledGrammar(compile_grammar(payload.decode(), self._tokenizer), self._tokenizer)
 
-    def message(self, payload: bytes, error: Exception) -> str:
+    def failure(self, payload: bytes, error: Exception) -> SequenceFailure:
         from octavo.grammar.matcher import GrammarError
 
         if isinstance(error, GrammarError | OctavoError):
-            return f"{UNUSABLE}{error}"
-        return f"the grammar could not be compiled: {type(error).__name__}: {error}"
+            return SequenceFailure(f"the grammar cannot be used: {error}", GRAMMAR)
+        return SequenceFailure(f"the grammar could not be compiled: {type(error).__name__}: {error}")
 
     def find_for(self, task: AnyTask) -> CompiledGrammar | None:
         """The compiled grammar of a task; None if it has none, or this worker does not sample."""

@@ -299,8 +299,8 @@ class QueuedStep:
             self._batch.fill(self.sampled.new, output.token_ids)
             for i, logprobs in output.logprobs.items():
                 self.extra(result.seq_ids[i]).logprobs = [logprobs]
-            for i, message in output.errors.items():
-                self.extra(result.seq_ids[i]).error = message
+            for i, failure in output.errors.items():
+                self.extra(result.seq_ids[i]).error = failure
         for take in self.on_tokens:
             take()
 

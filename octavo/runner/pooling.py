@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.dtypes import DType
-from octavo.core.errors import ConfigError
+from octavo.core.errors import NOT_FINITE, ConfigError, SequenceFailure
 from octavo.core.outputs import DenseConfig, PoolerActivation
 from octavo.core.plan import NewSequence
 from octavo.core.request import Pool
@@ -118,7 +118,7 @@ class Pooling(RowFeature):
             total = np.add.reduce(rows if pooled.rows is None else _appended(pooled.rows, rows), axis=0)
             pooled.rows = total if last < pooled.num_tokens else total / _divisor(kind, task.first, last)
 
-    def _explain(self, inputs: StepInputs, batch: ForwardBatch, seq_id: int) -> str:
+    def _explain(self, inputs: StepInputs, batch: ForwardBatch, seq_id: int) -> SequenceFailure:
         index = inputs.seq_ids.index(seq_id)
         first, last = inputs.arrays["query_start_loc"][index : index + 2].tolist()
         reader = FiniteReader(self._kernels, slice(first, last))
@@ -128,7 +128,7 @@ class Pooling(RowFeature):
         place = "after the last layer"
         if reader.first is not None:  # the residual stream before layer 0 is the embedding
             place = f"in layer {reader.first - 1}" if reader.first else "in the embedding"
-        return f"the result is not finite (NaN or infinite), first {place}"
+        return SequenceFailure(f"the result is not finite (NaN or infinite), first {place}", NOT_FINITE)
 
     def _finish(self, pooled: Sequence[tuple[Pool, NDArray[np.float32] | None]]) -> list[NDArray[np.float32]]:
         """The result of each request from its pooled row [E], or from its rows [n, E]: float32 [D] or [n, D]."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config.engine_config import EngineConfig
+from octavo.core.errors import SequenceFailure
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import KINDS, limits_of
@@ -78,9 +79,9 @@ class Preparer(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} computes nothing")
 
-    def message(self, payload: bytes, error: Exception) -> str:
-        """The error message for the requests of a resource that could not be made."""
-        return f"{type(error).__name__}: {error}"
+    def failure(self, payload: bytes, error: Exception) -> SequenceFailure:
+        """Why the requests of a resource that could not be made end."""
+        return SequenceFailure(f"{type(error).__name__}: {error}")
 
     def place(self, slot: int, key: str) -> None:
         """Puts a resource into a slot, in place of the one in it."""
@@ -151,7 +152,8 @@ class WorkerPreparations:
             if key in self._preparing:
                 self._receive(key, result)
             if key not in self._kept:
-                raise RuntimeError(f"{key} is not prepared: {result.prepare_errors.get(key, 'it was not asked for')}")
+                failure = result.prepare_errors.get(key)
+                raise RuntimeError(f"{key} is not prepared: {failure.text if failure else 'it was not asked for'}")
             self._kept[key].place(slot, key)
         self._compute(result, _WAIT if plan.awaits_prepared else self._seconds)
         is_idle = plan.awaits_prepared and not self._computing
@@ -171,7 +173,7 @@ class WorkerPreparations:
             except Exception as e:
                 preparer.drop(key)
                 del self._computing[key]
-                result.prepare_errors[key] = preparer.message(payload, e)
+                result.prepare_errors[key] = preparer.failure(payload, e)
                 continue
             if done is not None:
                 del self._computing[done]
@@ -184,9 +186,9 @@ class WorkerPreparations:
         try:
             preparer.keep(key, future.result())
         except CancelledError:
-            result.prepare_errors[key] = "it was dropped before it was prepared"
+            result.prepare_errors[key] = SequenceFailure("it was dropped before it was prepared")
         except Exception as e:
-            result.prepare_errors[key] = preparer.message(payload, e)
+            result.prepare_errors[key] = preparer.failure(payload, e)
         else:
             if preparer.computes:
                 self._computing[key] = preparer, payload

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.core.errors import GRAMMAR, SequenceFailure
 from octavo.core.model_config import ThinkingBudget
 from octavo.core.plan import PositionLogprobs
 from octavo.core.plugins import LogitsPlugins
 from octavo.core.request import Generate
-from octavo.core.sampling_params import TOO_COSTLY, LogitsProcessor, SamplingParams, TimestampRules
+from octavo.core.sampling_params import LogitsProcessor, SamplingParams, TimestampRules
 from octavo.kernels.sampling import NO_TOKEN, PendingLogprobs, mask_words, pack_mask
 
 if TYPE_CHECKING:
@@ -39,7 +40,11 @@ _MAX_FORCED = 64
 
 
 class RowError(Exception):
-    """One sequence cannot continue, for the reason in the message."""
+    """One sequence cannot continue, for the reason in the message; ``kind``: of ``SequenceFailure``."""
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.failure = SequenceFailure(message, kind)
 
 
 class RowFailure(Exception):
@@ -488,7 +493,7 @@ class GrammarMask:
         if not self._eos.isdisjoint(taken) and self.matcher.is_accepting():
             self._ended = True
         elif self.matcher.is_error():
-            raise RowError(TOO_COSTLY + self.matcher.get_error())
+            raise RowError(*_too_costly(self.matcher))
         elif count < len(tokens):
             raise RowError(f"the output has left its grammar at token {tokens[count]}")
 
@@ -510,6 +515,10 @@ class GrammarMask:
         return forced
 
 
+def _too_costly(matcher: LLMatcher) -> tuple[str, str]:
+    return f"the grammar became too costly: {matcher.get_error()}", GRAMMAR
+
+
 class GrammarMasks:
     """Computes the masks of the rows of a step with grammars, on several threads."""
 
@@ -523,10 +532,12 @@ class GrammarMasks:
         self._inside: NDArray[np.uint32] | None = None
         self._eos = np.empty(0, np.uint32)
 
-    def add_to(self, masks: dict[int, NDArray[np.uint32]], bound: Mapping[int, GrammarMask]) -> dict[int, str]:
+    def add_to(
+        self, masks: dict[int, NDArray[np.uint32]], bound: Mapping[int, GrammarMask]
+    ) -> dict[int, SequenceFailure]:
         """Restricts the masks of rows, by index, to the tokens that their grammars allow, until the next call.
 
-        Returns error messages of rows that cannot continue, by index.
+        Returns the failures of rows that cannot continue, by index.
 
         EOS tokens are allowed where the grammar may end; if the request ignores EOS, only where the grammar must end.
         There they are allowed whatever other masks forbid.
@@ -535,7 +546,7 @@ class GrammarMasks:
         allowed = self._compute([*bound.values()])
         for (i, grammar), bits in zip(bound.items(), allowed, strict=True):
             if grammar.matcher.is_error():
-                failed[i] = TOO_COSTLY + grammar.matcher.get_error()
+                failed[i] = SequenceFailure(*_too_costly(grammar.matcher))
                 continue
             others = masks.get(i)
             if grammar.ignores_eos:
@@ -586,7 +597,7 @@ class SamplerOutput:
 
     token_ids: NDArray[np.int64]
     logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, SequenceFailure] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -597,7 +608,7 @@ class PendingSamplerOutput:
     tokens: Any
     #: Waits for the tokens, and returns them on the host.
     fetch: Callable[[], NDArray[np.int64]]
-    failed: dict[int, str] | None = None
+    failed: dict[int, SequenceFailure] | None = None
     scored: Sequence[tuple[NDArray[np.int64], PendingLogprobs]] = ()
 
     def wait(self) -> SamplerOutput:

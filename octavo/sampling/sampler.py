@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from octavo.core.errors import SequenceFailure
 from octavo.core.plan import NewSequence
 from octavo.core.plugins import LogitsPlugins
 from octavo.core.request import Beam, Generate
@@ -248,8 +249,8 @@ class Sampler:
 
     def _process(
         self, logits: Any, rows: list[int], positions: Int64Array, indices: list[int]
-    ) -> tuple[dict[int, str], NDArray[np.uint32] | None]:
-        """Edits the logits at these indices of the batch: error messages by index, and the masks of all rows, if any.
+    ) -> tuple[dict[int, SequenceFailure], NDArray[np.uint32] | None]:
+        """Edits the logits at these indices of the batch: failures by index, and the masks of all rows, if any.
 
         The next call overwrites the masks.
         """
@@ -257,7 +258,7 @@ class Sampler:
             return {}, None
         edited = [i for i in indices if self._processors[rows[i]].edits_logits]
         editable = self._backend.edit_rows(logits, edited) if edited else {}
-        failed: dict[int, str] = {}
+        failed: dict[int, SequenceFailure] = {}
         masks: dict[int, NDArray[np.uint32]] = {}
         bound: dict[int, GrammarMask] = {}
         with np.errstate(over="ignore"):
@@ -275,7 +276,7 @@ class Sampler:
                         if processors.grammar.binds:
                             bound[i] = processors.grammar
                 except RowError as error:
-                    failed[i] = str(error)
+                    failed[i] = error.failure
                 except Exception as error:
                     raise RowFailure(row, error) from error
                 else:

@@ -9,6 +9,7 @@ from types import TracebackType
 
 import msgspec
 
+from octavo.core.errors import SequenceFailure
 from octavo.core.plan import GroupOutput
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.scheduler.groups import Sequence, SequenceGroup, suspend
@@ -144,7 +145,7 @@ class Isolation:
             self._suspects.clear()
             self._held |= open_requests
             reason = f"the engine failed at this request: {type(error).__name__}: {error}"
-            return GroupOutput(trial[0], SequenceStatus.FINISHED_ERROR.value, reason), True
+            return GroupOutput(trial[0], SequenceStatus.FINISHED_ERROR.value, SequenceFailure(reason)), True
         self._rounds, self._calm = self._rounds + 1, 0
         # Requests of the traceback first; then the latest arrivals, as the earlier ones went well so far.
         order = [*dict.fromkeys(named), *sorted(open_requests.keys() - set(named), reverse=True)]

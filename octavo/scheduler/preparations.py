@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.core.errors import AdapterError
+from octavo.core.errors import ADAPTER, AdapterError, SequenceFailure
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import KINDS, EngineCoreRequest, Limits, Preparation, limits_of, preparations_of
 from octavo.core.stats import AdapterStats
@@ -373,8 +373,8 @@ class Preparations:
             if (prepared := self.by_key.get(key)) is not None and prepared.slot == slot:
                 self._place[prepared.pool.kind, slot] = key
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[tuple[SequenceGroup, str, bool]]:
-        """Returns the groups that cannot run, each with the error and whether an adapter failed."""
+    def update(self, plan: StepPlan, result: StepResult) -> list[tuple[SequenceGroup, SequenceFailure]]:
+        """Returns the groups that cannot run, each with the reason."""
         stats, failed = self._stats, []
         if plan.place or (plan.awaits_prepared and self._adapter_pools):
             stats.seconds += result.prepare_seconds
@@ -384,13 +384,12 @@ class Preparations:
                 prepared.last_used = next(self._uses)
                 needs_slot = prepared.pool.limits.slots is not None
                 self._set_state(prepared, PreparationState.PREPARED if needs_slot else PreparationState.READY)
-        for key, message in result.prepare_errors.items():
+        for key, failure in result.prepare_errors.items():
             if (prepared := self._end_preparing(key)) is not None:
-                is_adapter = KINDS[prepared.pool.kind].is_adapter
                 groups = self._fail(prepared)
-                if groups and is_adapter:
-                    logger.warning("an adapter could not be loaded: %s", message)
-                failed += [(group, message, is_adapter) for group in groups]
+                if groups and failure.kind == ADAPTER:
+                    logger.warning("an adapter could not be loaded: %s", failure.text)
+                failed += [(group, failure) for group in groups]
         return failed
 
     def _end_preparing(self, key: str) -> Prepared | None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from octavo.config.options import SchedulerOptions
+from octavo.core.errors import KV_CACHE, SequenceFailure
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.core.stats import SchedulerStats, sum_groups
@@ -200,7 +201,7 @@ class Scheduler:
             f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens have outgrown the KV cache of "
             f"{self.blocks.pinned.capacity} of {self.blocks.block_size} tokens, alone in it"
         )
-        self._fail(group, message, exceeds_kv_cache=True)
+        self._fail(group, SequenceFailure(message, KV_CACHE))
 
     def update(self, plan: StepPlan, result: StepResult) -> EngineCoreOutputs:
         """Applies the result of a plan: appends tokens, ends finished sequences. Called in the order of the plans."""
@@ -219,10 +220,10 @@ class Scheduler:
             cost.observe_prefill(step.num_prompt_tokens + len(step.decodes), computing)
         outputs = self.unreported = EngineCoreOutputs()
         self._results.update(step, result, outputs)
-        for group, message, adapter_failed in self.preparations.update(plan, result):
-            self._fail(group, message, adapter_failed=adapter_failed)
+        for group, failure in self.preparations.update(plan, result):
+            self._fail(group, failure)
         for group, message in self.queues.take_policy_failures():
-            self._fail(group, message)
+            self._fail(group, SequenceFailure(message))
         outputs.groups += self._pop_pending_outputs()
         return outputs
 
@@ -238,15 +239,12 @@ class Scheduler:
             self.blocks.reset_prefix_cache()
         for group_id, group in groups.items():
             if group_id in self.queues.groups:
-                self._fail(group, message)
+                self._fail(group, SequenceFailure(message))
         return EngineCoreOutputs(groups=self._pop_pending_outputs())
 
-    def _fail(
-        self, group: SequenceGroup, message: str, *, exceeds_kv_cache: bool = False, adapter_failed: bool = False
-    ) -> None:
+    def _fail(self, group: SequenceGroup, failure: SequenceFailure) -> None:
         self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
-        output = GroupOutput(group.group_id, group.status.value, message, None, exceeds_kv_cache, adapter_failed)
-        self._pending_outputs.append(output)
+        self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, failure))
 
     def _pop_pending_outputs(self) -> list[GroupOutput]:
         pending, self._pending_outputs = self._pending_outputs, []
@@ -280,13 +278,14 @@ class Scheduler:
         The prompt must be shorter than ``max_model_len``; if nothing is sampled, it may be as long.
         """
         if (error := self.preparations.refusal(request)) is not None:
-            ignored = GroupOutput(request.group_id, SequenceStatus.FINISHED_IGNORED.value, str(error))
-            self._pending_outputs.append(ignored)
+            ignored = SequenceStatus.FINISHED_IGNORED.value
+            self._pending_outputs.append(GroupOutput(request.group_id, ignored, SequenceFailure(str(error))))
             return
         group = self.queues.add(request)
         if (rejection_reason := self._admission.rejection_reason(group)) is not None:
             self.queues.end_group(group, SequenceStatus.FINISHED_IGNORED)
-            self._pending_outputs.append(GroupOutput(group.group_id, group.status.value, rejection_reason))
+            ignored, rejection = group.status.value, SequenceFailure(rejection_reason)
+            self._pending_outputs.append(GroupOutput(group.group_id, ignored, rejection))
 
     def finish_group(self, group_id: int, status: SequenceStatus = SequenceStatus.FINISHED_ABORTED) -> None:
         group = self.queues.groups.get(group_id)
@@ -323,7 +322,8 @@ class Scheduler:
             if request is not None:
                 requests.append(request)
             else:
-                ends.append(GroupOutput(group.group_id, SequenceStatus.FINISHED_ERROR.value, "its step failed"))
+                failure = SequenceFailure("its step failed")
+                ends.append(GroupOutput(group.group_id, SequenceStatus.FINISHED_ERROR.value, failure))
         if self._speculator is not None:
             for seq in before.sequences.values():
                 self._speculator.on_end(seq)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from octavo.core.errors import SequenceFailure
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, SequenceOutput, SequenceResult, StepResult
 from octavo.core.request import BeamUpdate, Generate, SequenceStatus
 from octavo.memory.kv_group import AllocStatus
@@ -63,7 +64,8 @@ class Results:
                 status = SequenceStatus.FINISHED_ERROR
                 error = "blocks of it were lost while it was computed; add it again"
         self._queues.end_group(group, status)
-        updates.append(GroupOutput(group.group_id, group.status.value, error))
+        failure = None if error is None else SequenceFailure(error)
+        updates.append(GroupOutput(group.group_id, group.status.value, failure))
 
     def _append_sampled(
         self, step: Step, result: StepResult, outputs: EngineCoreOutputs, beams: dict[int, SequenceGroup]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from starlette.requests import Request
 
-from octavo.core.errors import InvalidRequestError
+from octavo.core.errors import NOT_FINITE, InvalidRequestError
 from octavo.core.outputs import CompletionOutput, Pooled, PoolingParams, RequestOutput
 from octavo.core.request import LoRARequest, RequestOptions, num_prompt_tokens
 from octavo.core.sampling_params import BeamSearchParams, SamplingParams
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 MIN_IN_ENGINE = 256
 #: Prompts that are sent to the engine in one turn of the event loop; each takes some 100 microseconds.
 _AT_ONCE = 16
-#: Begins the engine's message about a result with NaN or infinity, which names the layer and nothing internal.
-_NOT_FINITE = "the result is not finite"
 
 logger = logging.getLogger("octavo.server")
 
@@ -230,7 +228,7 @@ class EngineCall(Generic[Output]):
         if end.invalid is not None:
             return end.invalid.renamed(self.names)
         failure = self.engine_failed(self._name(index), error, place or "this request", param)
-        if place and error.startswith(_NOT_FINITE):
+        if place and end.error_kind == NOT_FINITE:
             return server_error(500, at + error, "result_not_finite", param=param)
         return failure
 

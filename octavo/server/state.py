@@ -99,8 +99,7 @@ class ServerState:
         if completion.finish_reason == "abort":
             raise server_error(503, "the request was ended as the server shuts down", "aborted")
         if completion.adapter_failed and model.adapter is not None:
-            path = self.llm.adapters.named(model.name).ref.path
-            raise AdapterConflictError((completion.error or "").replace(path, self.shown_path(path)))
+            raise AdapterConflictError(completion.error or "")
 
     def require(self, task: str) -> None:
         self.llm.front_end.pooling.require(task)
@@ -135,7 +134,9 @@ class ServerState:
         try:
             return await self._add_adapter(name, path, in_place)
         except AdapterError as e:
-            raise type(e)(str(e).replace(path, self.shown_path(path))) from None
+            if e.file is not None:
+                e.file = self.shown_path(str(e.file))
+            raise
 
     async def _add_adapter(self, name: str, path: str, in_place: bool = False) -> bool:
         adapter = self.llm.adapters.get(name)

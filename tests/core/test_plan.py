@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from octavo.core.errors import SequenceFailure
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.request import AdmissionStats
 
@@ -12,7 +13,9 @@ from octavo.core.request import AdmissionStats
 def outputs() -> EngineCoreOutputs:
     ended = SequenceOutput(9, 0, [4, 5], None, "length")
     columns = [1, 1, 2, 3, 4], [0, 1, 0, 0, 0], [10, 11, 12, 13, 14]
-    return EngineCoreOutputs([AdmissionStats(1)], *columns, [ended], groups=[GroupOutput(7, "error")])
+    return EngineCoreOutputs(
+        [AdmissionStats(1)], *columns, [ended], groups=[GroupOutput(7, "error", SequenceFailure("no", "adapter"))]
+    )
 
 
 def test_each_sequence_has_its_tokens() -> None:

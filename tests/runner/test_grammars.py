@@ -49,7 +49,10 @@ def compile_all(store: Store, *wanted: Grammar) -> dict[str, str]:
     known: dict[str, str] = {}
     result = step(store, prepare=list(map(grammar_preparation, wanted)))
     while True:
-        known |= {**result.prepare_errors, **dict.fromkeys(result.prepared, "")}
+        known |= {
+            **{key: failure.text for key, failure in result.prepare_errors.items()},
+            **dict.fromkeys(result.prepared, ""),
+        }
         if len(known) >= len(wanted):
             return known
         result = step(store, awaits_prepared=True)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.core.errors import SequenceFailure
 from octavo.core.plan import PositionLogprobs
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.sampling import SamplingBackend, position_logprobs
@@ -307,7 +308,7 @@ def test_rows_that_only_want_the_most_likely_token_in_batches_of_any_size() -> N
             expected[i] = 0
         output = rows.sampler.start(logits, np.arange(count)).wait()
         assert sorted(output.errors) == sorted(failing)
-        assert all(kind in output.errors[i] for i, kind in failing.items())
+        assert all(kind in output.errors[i].text for i, kind in failing.items())
         earlier.append((output, expected))
     assert [output.token_ids.tolist() for output, _ in earlier] == [expected for _, expected in earlier]
 
@@ -367,7 +368,7 @@ def test_a_bad_row_fails_alone(name: str) -> None:
 
     bad, fine = run(True), run(False)
     assert list(bad.errors) == [2]
-    assert re.search(message, bad.errors[2])
+    assert re.search(message, bad.errors[2].text)
     assert 2 not in bad.logprobs
     assert [bad.token_ids[i] for i in good] == [fine.token_ids[i] for i in good]
     assert bad.logprobs == fine.logprobs
@@ -384,7 +385,7 @@ def test_a_mask_that_fails_fails_its_row_alone() -> None:
     rows.add(2, greedy(bad_words=["x"]), bad_words=[[0]])
     rows.sampler._processors[1]._masks.append(Lost())
     output = rows.step(descending().repeat(3, 1), [0, 1, 2])
-    assert output.errors == {1: "no way on after [1, 2, 3]"}
+    assert output.errors == {1: SequenceFailure("no way on after [1, 2, 3]")}
     assert output.token_ids.tolist() == [9, 0, 1]
     assert output.logprobs == {}
 

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.core.sampling_params import SamplingParams
+from octavo.kernels.sampling import NO_TOKEN
 from octavo.kernels.torch_backend import TorchLogits
 from octavo.kernels.triton.sampling import TritonSampling
 from octavo.sampling.logits_processors import SamplerOutput
@@ -99,7 +100,7 @@ def test_tokens_are_on_the_device_before_wait() -> None:
     assert pending.tokens.tolist() == [int(logits[0].argmax()), -1]
     output = pending.wait()
     assert output.token_ids.tolist() == [int(logits[0].argmax()), 0]
-    assert output.errors == {1: "the logits are NaN"}
+    assert output.errors == {1: NO_TOKEN[-1]}
     assert pending.tokens.tolist()[1] == -1
     assert pending.wait().errors == output.errors
 
@@ -130,7 +131,7 @@ def test_the_result_is_that_of_the_moment_of_the_start(on_device: bool) -> None:
     assert output.token_ids.tolist() == right.token_ids.tolist()
     assert (output.logprobs, output.errors) == (right.logprobs, right.errors)
     assert list(output.errors) == [1]
-    assert "out of ideas" in output.errors[1]
+    assert "out of ideas" in output.errors[1].text
 
 
 @pytest.mark.parametrize("on_device", [True, False])

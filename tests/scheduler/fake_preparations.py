@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from octavo.config.options import AdapterOptions
+from octavo.core.errors import ADAPTER, GRAMMAR, SequenceFailure
 from octavo.core.plan import StepPlan, StepResult
-from octavo.core.request import AdapterRef, Limits, Preparation, adapter_preparation, grammar_preparation, limits_of
+from octavo.core.request import (
+    KINDS,
+    AdapterRef,
+    Limits,
+    Preparation,
+    adapter_preparation,
+    grammar_preparation,
+    limits_of,
+)
 from octavo.core.sampling_params import Grammar
 
 #: What all images in memory may take together.
@@ -72,7 +81,7 @@ class FakePreparations:
         self.preparing: dict[str, Preparation] = {}
         self._steps = 0
         self._done: list[str] = []
-        self._errors: dict[str, str] = {}
+        self._errors: dict[str, SequenceFailure] = {}
         self.num_begun = self.num_waits = 0
         #: Whether a step failed: then plans may repeat what is done.
         self.may_repeat = False
@@ -121,7 +130,8 @@ class FakePreparations:
             key = next(iter(self.preparing))
             preparation = self.preparing.pop(key)
             if key in self.failing:
-                self._errors[key] = self.failing[key]
+                kind = ADAPTER if KINDS[preparation.kind].is_adapter else GRAMMAR
+                self._errors[key] = SequenceFailure(self.failing[key], kind)
                 self.failed.add(key)
             else:
                 self.prepared[key] = preparation

@@ -759,7 +759,7 @@ class Engine:
         if answer.group_reason != "abort" and not was_stopped:
             assert not answer.finished, "a second end"
             answer.group_reason = update.finish_reason
-            answer.hypotheses, answer.error = update.hypotheses, update.error
+            answer.hypotheses, answer.error = update.hypotheses, update.error.text if update.error is not None else None
 
     def _apply_sequence_output(self, update: SequenceOutput) -> None:
         answer = self.answers[update.group_id]
@@ -770,7 +770,8 @@ class Engine:
             answer.pooled = update.extra.pooled
         if update.finish_reason is not None:
             answer.reasons[update.index] = update.finish_reason
-            answer.error = update.extra.error if update.extra is not None else None
+            failure = update.extra.error if update.extra is not None else None
+            answer.error = failure.text if failure is not None else None
 
 
 def watch_displacement(scheduler: Scheduler) -> list[SequenceGroup]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.config.options import SchedulerOptions
+from octavo.core.errors import NO_TOKEN_LEFT, SequenceFailure
 from octavo.core.plan import SequenceOutput, SequenceResult, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
@@ -339,9 +340,10 @@ def test_what_is_accepted_before_a_sequence_fails_is_part_of_its_answer(before: 
     plan = scheduler.schedule()
     assert plan.drafts == {seq_id: [1, 2, 3]}
     tokens = [1, 2, 3][:before]
-    extras = {seq_id: SequenceResult(error="no token")}
+    failure = SequenceFailure("no token", NO_TOKEN_LEFT)
+    extras = {seq_id: SequenceResult(error=failure)}
     result = StepResult(plan.step, [seq_id], [*tokens, 0], [before + 1], extras=extras)
     (update,) = scheduler.update(plan, result).each_sequence()
     assert update.token_ids == tokens and update.finish_reason == "error"
-    assert update.extra is not None and update.extra.error == "no token"
+    assert update.extra is not None and update.extra.error == failure
     assert not scheduler.has_work and engine.blocks.state.used == 0

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from octavo.config.options import SchedulerOptions
-from octavo.core.errors import AdapterError
+from octavo.core.errors import ADAPTER, AdapterError, SequenceFailure
 from octavo.core.plan import StepResult
 from octavo.core.request import AdapterRef
 from octavo.core.stats import AdapterStats, SchedulerStats, sum_stats
@@ -323,7 +323,8 @@ def test_a_load_is_done_when_all_workers_have_reported_it() -> None:
         return own
 
     def done(*keys: str, **errors: str) -> StepResult:
-        return StepResult(1, prepared=list(keys), prepare_errors=errors)
+        failures = {key: SequenceFailure(text, ADAPTER) for key, text in errors.items()}
+        return StepResult(1, prepared=list(keys), prepare_errors=failures)
 
     assert combine(done("a", "b"), (0, done("b"))) == done()
     assert combine(done(), (1, done("a", "b"))) == done("b")

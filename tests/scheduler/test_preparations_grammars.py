@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from octavo.core.errors import GRAMMAR, SequenceFailure
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, Generate, Limits
 from octavo.executor.executor import WorkerReports, reports_of
@@ -197,14 +198,15 @@ def test_groups_of_several_sequences_sample_all_their_tokens() -> None:
 
 def test_what_several_workers_report() -> None:
     reports = WorkerReports(2)
-    early = StepResult(1, prepared=["A"], prepare_errors={"B": "no"})
+    failure = SequenceFailure("no", GRAMMAR)
+    early = StepResult(1, prepared=["A"], prepare_errors={"B": failure})
     reports.combine(early, [], 0)
     assert (early.prepared, early.prepare_errors) == ([], {})
     late = StepResult(2)
     other = reports_of(StepResult(2, prepared=["A", "B"]))
     assert other is not None
     reports.combine(late, [(1, other)], 0)
-    assert (late.prepared, late.prepare_errors) == (["A"], {"B": "no"})
+    assert (late.prepared, late.prepare_errors) == (["A"], {"B": failure})
     assert reports_of(StepResult(3)) is None
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.core.errors import InvalidRequestError
-from octavo.core.sampling_params import SamplingParams, StructuredOutputsParams, grammar_error
+from octavo.core.errors import GRAMMAR, NO_TOKEN_LEFT, InvalidRequestError, SequenceFailure
+from octavo.core.sampling_params import SamplingParams, StructuredOutputsParams, failure_of_fields
 from octavo.server.answer_format import read_answer_format
 from octavo.server.http.errors import ApiError, as_api_error
 from octavo.server.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -104,12 +104,14 @@ def test_an_error_of_a_form_names_the_field(given: dict[str, Any], place: str) -
 
 def test_errors_of_workers_about_a_form_are_the_requests() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-    costly = "the grammar became too costly: lexer error: too many expressions constructed\n<non-verbose/>"
-    error = grammar_error(costly, params)
+    costly = SequenceFailure("lexer error: too many expressions constructed\n<non-verbose/>", GRAMMAR)
+    error = failure_of_fields(costly, params, 3)
     assert error is not None
-    assert (error.path, error.problem) == ("structured_outputs.regex", costly.splitlines()[0])
-    for message, given in (("the worker has failed", params), (None, params), (costly, SamplingParams())):
-        assert grammar_error(message, given) is None
+    assert (error.path, error.problem) == ("structured_outputs.regex", costly.text.splitlines()[0])
+    masked = failure_of_fields(SequenceFailure("nothing left", NO_TOKEN_LEFT), params, 3)
+    assert masked is not None and masked.path == "structured_outputs.regex" and "3 tokens" in masked.problem
+    for failure, given in ((SequenceFailure("the worker has failed"), params), (costly, SamplingParams())):
+        assert failure_of_fields(failure, given, 3) is None
 
 
 ROUTES: dict[str, dict[str, Any]] = {
