@@ -210,7 +210,7 @@ class SequenceFailure(msgspec.Struct, array_like=True, frozen=True):
     """Why a sequence, a request or a preparation for it ended with an error."""
 
     text: str
-    #: "": the engine is at fault.
+    #: "": the engine is at fault, in no way that others need to know.
     kind: str = ""
 
 

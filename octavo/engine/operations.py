@@ -94,8 +94,8 @@ class EngineOperations(ABC):
                 self._replicas.requests.forget(request.group_id)
             self._notify(request)
 
-    def _fail(self, request: RequestState, reason: str) -> None:
-        end = GroupOutput(request.group_id, SequenceStatus.FINISHED_ERROR.value, SequenceFailure(reason))
+    def _fail(self, request: RequestState, failure: SequenceFailure) -> None:
+        end = GroupOutput(request.group_id, SequenceStatus.FINISHED_ERROR.value, failure)
         self._process(EngineCoreOutputs(groups=[end]))
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class EngineOperations(ABC):
         try:
             for replica in self._replicas.living:  # each has a KV cache of its own
                 output = await self._compute_prefix_on(replica, prefix)
-                if output.outputs[0].error != CORE_ENDED:  # its next core will compute all prefixes
+                if output.outputs[0].error_kind != CORE_ENDED.kind:  # its next core will compute all prefixes
                     computed = output
         except BaseException:  # such as a cancellation
             prefixes.discard(prefix)

@@ -26,6 +26,7 @@ from octavo.core.errors import (
     EngineStateError,
     InvalidRequestError,
     OctavoError,
+    SequenceFailure,
 )
 from octavo.core.request import AdmissionStats
 from octavo.core.stats import EngineView
@@ -57,7 +58,7 @@ _EXPECTED_TOKENS = 256
 #: Seconds between two checks of a replica that is being drained.
 _POLL = 0.02
 #: The error of a request for one core only, such as that of a shared prefix, when the core ends.
-CORE_ENDED = "the engine's process has ended"
+CORE_ENDED = SequenceFailure("the engine's process has ended", "core_ended")
 _MODEL_CHANGED = (
     "the model's files were changed while the answer was being generated, and no engine has those that it began with"
 )
@@ -465,7 +466,7 @@ class Placement:
         self._waiting: dict[int, OpenRequest] = {}
         self._blame = Blame()
         #: Called with a request that has failed, and why.
-        self.on_failed: Callable[[RequestState, str], None] = lambda request, reason: None
+        self.on_failed: Callable[[RequestState, SequenceFailure], None] = lambda request, failure: None
         #: Requests that continued at another core.
         self.num_resumed = 0
 
@@ -487,7 +488,7 @@ class Placement:
         if number is None and not usable:
             later = any(replica.status == "starting" or replica.is_restarting for replica in self._replicas)
             if not later and entry.digest is not None and any(replica.lives for replica in self._replicas):
-                self._fail(entry, _MODEL_CHANGED)
+                self._fail(entry, SequenceFailure(_MODEL_CHANGED))
             else:
                 self._waiting[entry.group_id] = entry
             return
@@ -502,9 +503,9 @@ class Placement:
         entry.was_sent = True
         replica.core.send(Add(entry.request.resume(self._blame.alone(entry.request))))
 
-    def _fail(self, entry: OpenRequest, reason: str) -> None:
+    def _fail(self, entry: OpenRequest, failure: SequenceFailure) -> None:
         self.forget(entry.group_id)
-        self.on_failed(entry.request, reason)
+        self.on_failed(entry.request, failure)
 
     def send(self, group_id: int, message: ToCore) -> None:
         entry = self._open.get(group_id)
@@ -545,7 +546,7 @@ class Placement:
         self.router.restart(replica.number)
         if verdict is not None:
             lost = [entry for entry in lost if entry.group_id != verdict.group_id]
-            self._fail(self._open[verdict.group_id], GUILTY.format(error))
+            self._fail(self._open[verdict.group_id], SequenceFailure(GUILTY.format(error)))
             for number in verdict.replicas:  # one request must not use up the restarts
                 self._replicas[number].restarts.forgive(1)
         return lost

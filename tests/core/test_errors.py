@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from octavo.core.errors import AudioError, InvalidRequestError
+from octavo.core.errors import (
+    AdapterError,
+    AudioError,
+    ClientLimitError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    WeightError,
+)
 from octavo.process.children import Failure
 
 
@@ -50,3 +58,14 @@ def test_an_error_keeps_its_data_in_other_processes() -> None:
     assert type(sent) is AudioError and str(sent) == str(error)
     assert (sent.path, sent.field, sent.kind) == ("file.name", "file", "bad")
     assert pickle.loads(pickle.dumps(InvalidRequestError("is wrong"))).got is ...
+
+
+def test_an_error_about_a_file_has_it_as_data_in_other_processes_too() -> None:
+    assert str(WeightError("cannot be read", file=Path("/a/b"))) == "/a/b cannot be read"
+    assert str(WeightError("tensor 'x' is missing", file="b")) == "b: tensor 'x' is missing"
+    assert str(ModelNotFoundError("there is none")) == "there is none"
+    for error in (AdapterError("has no config", file=Path("/a/b"), field="lora_path"), WeightError("is", file="/a")):
+        sent = Failure.of(error).error()
+        assert type(sent) is type(error) and (sent.problem, sent.file) == (error.problem, str(error.file))
+    limit = Failure.of(ClientLimitError("too many", 7)).error()
+    assert isinstance(limit, ClientLimitError) and (limit.problem, limit.retry_after) == ("too many", 7)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo import LLM, BeamSearchParams, InvalidRequestError, SamplingParams
+from octavo.core.errors import KV_CACHE
 from octavo.engine.llm_engine import LLMEngine
 
 BLOCK = 16
@@ -237,6 +238,6 @@ def test_a_group_that_outgrows_all_blocks_ends_with_an_error_and_the_others_fini
     outputs = small.generate(["Hello", "Hello"], params, use_tqdm=False)
     assert {o.finish_reason for o in outputs[0].outputs} == {"error"}
     assert "outgrown the KV cache of 8 blocks" in (outputs[0].outputs[0].error or "")
-    assert [o.exceeds_kv_cache for o in outputs[0].outputs] == [True] * 5
+    assert [o.error_kind for o in outputs[0].outputs] == [KV_CACHE] * 5 and outputs[0].outputs[0].exceeds_kv_cache
     assert outputs[1].outputs[0].finish_reason == "length" and not outputs[1].outputs[0].exceeds_kv_cache
     assert small.llm_engine.core.blocks.state.used == 0

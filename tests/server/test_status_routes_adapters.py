@@ -223,7 +223,8 @@ def test_files_that_change_before_they_are_needed_fail_their_requests(
     assert http.post(LOAD, json={"lora_name": "moved", "lora_path": "moving"}).status_code == 200
     write_adapter(folder / "moving", tiny_model, seed=21)
     for body in (BODY, {**BODY, "prompt": ["x", "y"]}):
-        error = check_refusal(http.post("/v1/completions", json={**body, "model": "moved"}), 409, "changed on disk")
+        response = http.post("/v1/completions", json={**body, "model": "moved"})
+        error = check_refusal(response, 409, "'moved'", code="adapter_conflict")
         assert str(folder) not in error["message"]
     assert complete(http, "start") != complete(http, "tiny")
     again = {"lora_name": "moved", "lora_path": "moving", "load_inplace": True}
