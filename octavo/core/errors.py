@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
 #: First words of problems that are told of the place itself: "seed must be ..." without a colon.
 _PREDICATES = frozenset((
     "are", "at", "becomes", "begins", "cannot", "continues", "exclude", "excludes", "goes", "has", "have",
@@ -198,20 +196,6 @@ class SequenceError(WorkerError):
         sequence_error = cls(f"{type(error).__name__}: {error}")
         sequence_error.seq_id = seq_id
         return sequence_error
-
-
-#: Kinds of ``SequenceFailure`` that are a request's own fault, or are told to its client: the request's adapter could
-#: not be loaded; its sequences have outgrown the KV cache; its grammar exceeds the parser's limits, with the model's
-#: vocabulary or in an output; every token is masked; a vector or score is NaN or infinite.
-ADAPTER, KV_CACHE, GRAMMAR, NO_TOKEN_LEFT, NOT_FINITE = "adapter", "kv_cache", "grammar", "no_token_left", "not_finite"
-
-
-class SequenceFailure(msgspec.Struct, array_like=True, frozen=True):
-    """Why a sequence, a request or a preparation for it ended with an error."""
-
-    text: str
-    #: "": the engine is at fault, in no way that others need to know.
-    kind: str = ""
 
 
 class UnrecordableError(OctavoError, RuntimeError):

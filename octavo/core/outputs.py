@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeAlias, TypeVa
 
 import msgspec
 
-from octavo.core.errors import ADAPTER, KV_CACHE, InvalidRequestError
+from octavo.core.errors import InvalidRequestError
+from octavo.core.failures import ADAPTER, KV_CACHE
 from octavo.core.sampling_params import check_parameters, check_truncation, parameter
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from octavo.core.errors import SequenceFailure
+from octavo.core.failures import SequenceFailure
 from octavo.core.request import AdmissionStats, AnyTask, BeamUpdate, DraftStats, Feature, Hypothesis, Preparation
 
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import msgspec
 
-from octavo.core.errors import GRAMMAR, NO_TOKEN_LEFT, InvalidRequestError, SequenceFailure, did_you_mean
+from octavo.core.errors import InvalidRequestError, did_you_mean
+from octavo.core.failures import GRAMMAR, NO_TOKEN_LEFT, SequenceFailure
 from octavo.core.foreign import FOREIGN
 
 # Parameters are declared once, as annotated fields of a struct. Flags, request bodies, help texts, reference pages and

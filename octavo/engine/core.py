@@ -24,7 +24,8 @@ import msgspec
 from octavo.config.engine_config import EngineConfig, idle_options
 from octavo.config.kv_spec import GroupBlocks, KVLayout
 from octavo.config.options import MAX_LOGPROBS_ON_GPU
-from octavo.core.errors import ConfigError, EngineStateError, ModelNotFoundError, SequenceError, SequenceFailure
+from octavo.core.errors import ConfigError, EngineStateError, ModelNotFoundError, SequenceError
+from octavo.core.failures import SequenceFailure
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, StepPlan, StepResult
 from octavo.core.request import AdapterRef, EngineCoreRequest, SequenceStatus, adapter_preparation, limits_of

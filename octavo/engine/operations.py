@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from octavo.core.errors import EngineStateError, OctavoError, SequenceFailure
+from octavo.core.errors import EngineStateError, OctavoError
+from octavo.core.failures import SequenceFailure
 from octavo.core.outputs import RequestOutput
 from octavo.core.plan import EngineCoreOutputs, GroupOutput
 from octavo.core.request import LoRARequest, Prompt, SequenceStatus

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.core.errors import NO_TOKEN_LEFT, SequenceFailure
+from octavo.core.failures import NO_TOKEN_LEFT, SequenceFailure
 from octavo.core.outputs import (
     CompletionOutput,
     Logprob,

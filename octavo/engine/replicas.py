@@ -26,8 +26,8 @@ from octavo.core.errors import (
     EngineStateError,
     InvalidRequestError,
     OctavoError,
-    SequenceFailure,
 )
+from octavo.core.failures import SequenceFailure
 from octavo.core.request import AdmissionStats
 from octavo.core.stats import EngineView
 from octavo.engine.blame import GUILTY, Blame

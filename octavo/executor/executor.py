@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from octavo.core.errors import SequenceFailure
+from octavo.core.failures import SequenceFailure
 from octavo.core.plan import StepPlan, StepResult
 from octavo.process.startup import WorkerFacts
 

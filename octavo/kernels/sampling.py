@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.errors import NO_TOKEN_LEFT, SequenceFailure
+from octavo.core.failures import NO_TOKEN_LEFT, SequenceFailure
 from octavo.core.plan import PositionLogprobs
 from octavo.core.sampling_params import SamplingParams
 

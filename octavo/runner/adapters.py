@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from octavo.core.errors import ADAPTER, AdapterError, InsufficientMemoryError, SequenceFailure
+from octavo.core.errors import AdapterError, InsufficientMemoryError
+from octavo.core.failures import ADAPTER, SequenceFailure
 from octavo.core.plan import NewSequence
 from octavo.core.request import AdapterRef
 from octavo.kernels.interface import LowRank, LowRankEmbedding, PackedAdapter

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.dtypes import DType
-from octavo.core.errors import ConfigError, OctavoError, SequenceFailure
+from octavo.core.errors import ConfigError, OctavoError
+from octavo.core.failures import SequenceFailure
 from octavo.core.plan import NewContext, NewSequence, StepPlan, StepResult, TableChange
 from octavo.core.request import EncoderInput, Generate
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput, make_batch

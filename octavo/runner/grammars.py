@@ -6,7 +6,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.core.errors import GRAMMAR, OctavoError, SequenceFailure
+from octavo.core.errors import OctavoError
+from octavo.core.failures import GRAMMAR, SequenceFailure
 from octavo.core.request import AnyTask, Generate
 from octavo.kernels.forward_batch import ForwardBatch, ForwardOutput
 from octavo.runner.input_batch import StepInputs

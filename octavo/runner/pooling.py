@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.core.dtypes import DType
-from octavo.core.errors import NOT_FINITE, ConfigError, SequenceFailure
+from octavo.core.errors import ConfigError
+from octavo.core.failures import NOT_FINITE, SequenceFailure
 from octavo.core.outputs import DenseConfig, PoolerActivation
 from octavo.core.plan import NewSequence
 from octavo.core.request import Pool

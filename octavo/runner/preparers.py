@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.config.engine_config import EngineConfig
-from octavo.core.errors import SequenceFailure
+from octavo.core.failures import SequenceFailure
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import KINDS, limits_of

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.errors import GRAMMAR, SequenceFailure
+from octavo.core.failures import GRAMMAR, SequenceFailure
 from octavo.core.model_config import ThinkingBudget
 from octavo.core.plan import PositionLogprobs
 from octavo.core.plugins import LogitsPlugins

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from octavo.core.errors import SequenceFailure
+from octavo.core.failures import SequenceFailure
 from octavo.core.plan import NewSequence
 from octavo.core.plugins import LogitsPlugins
 from octavo.core.request import Beam, Generate

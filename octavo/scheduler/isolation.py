@@ -9,7 +9,7 @@ from types import TracebackType
 
 import msgspec
 
-from octavo.core.errors import SequenceFailure
+from octavo.core.failures import SequenceFailure
 from octavo.core.plan import GroupOutput
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.scheduler.groups import Sequence, SequenceGroup, suspend

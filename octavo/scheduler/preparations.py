@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from octavo.core.errors import ADAPTER, AdapterError, SequenceFailure
+from octavo.core.errors import AdapterError
+from octavo.core.failures import ADAPTER, SequenceFailure
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import KINDS, EngineCoreRequest, Limits, Preparation, limits_of, preparations_of
 from octavo.core.stats import AdapterStats

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from octavo.config.options import SchedulerOptions
-from octavo.core.errors import KV_CACHE, SequenceFailure
+from octavo.core.failures import KV_CACHE, SequenceFailure
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.core.stats import SchedulerStats, sum_groups

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from octavo.core.errors import SequenceFailure
+from octavo.core.failures import SequenceFailure
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, SequenceOutput, SequenceResult, StepResult
 from octavo.core.request import BeamUpdate, Generate, SequenceStatus
 from octavo.memory.kv_group import AllocStatus

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from starlette.requests import Request
 
-from octavo.core.errors import NOT_FINITE, InvalidRequestError
+from octavo.core.errors import InvalidRequestError
+from octavo.core.failures import NOT_FINITE
 from octavo.core.outputs import CompletionOutput, Pooled, PoolingParams, RequestOutput
 from octavo.core.request import LoRARequest, RequestOptions, num_prompt_tokens
 from octavo.core.sampling_params import BeamSearchParams, SamplingParams

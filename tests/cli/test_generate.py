@@ -86,7 +86,7 @@ def test_an_adapter_answers_in_place_of_the_model(
         answers.append(capsys.readouterr().out)
     assert answers[0] != answers[1] == answers[2]
     assert octavo("generate", tiny_model, "Hello", *GREEDY, "--lora", tmp_path / "none") == 2
-    assert "there is no adapter at" in capsys.readouterr().err
+    assert "none is missing" in capsys.readouterr().err
 
 
 def test_a_terminal_does_not_obey_what_a_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:

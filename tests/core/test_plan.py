@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from octavo.core.errors import SequenceFailure
+from octavo.core.failures import SequenceFailure
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, SequenceOutput
 from octavo.core.request import AdmissionStats
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, AdapterConflictError, AdapterError, AsyncLLM, BeamSearchParams, LoRARequest, SamplingParams
-from octavo.core.errors import ADAPTER
+from octavo.core.failures import ADAPTER
 from tests.adapters import write_adapter
 
 OPTIONS: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from octavo import LLM, BeamSearchParams, InvalidRequestError, SamplingParams
-from octavo.core.errors import KV_CACHE
+from octavo.core.failures import KV_CACHE
 from octavo.engine.llm_engine import LLMEngine
 
 BLOCK = 16

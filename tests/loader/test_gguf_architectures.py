@@ -413,7 +413,7 @@ def test_parts_of_a_split_model_that_do_not_fit_are_named(tmp_path: Path, tiny_l
     with pytest.raises(WeightError, match=r"s-00002-of-00003\.gguf is missing: .* split into 3 files"):
         write_folder(first)
     (tmp_path / "s-00002-of-00003.gguf").write_bytes(third.read_bytes())
-    with pytest.raises(WeightError, match=r"s-00002-of-00003\.gguf says that it is part 2 of 3"):
+    with pytest.raises(WeightError, match=r"s-00002-of-00003\.gguf: it says that it is part 2 of 3"):
         GGUFFile(first)
     alone = tmp_path / "renamed.gguf"
     alone.write_bytes(first.read_bytes())

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from octavo import LLM
-from octavo.core.errors import ADAPTER, InsufficientMemoryError
+from octavo.core.errors import InsufficientMemoryError
+from octavo.core.failures import ADAPTER
 from octavo.core.plan import NewSequence, StepPlan, StepResult, TableChange
 from octavo.core.request import AdapterRef, Generate, LoRARequest, adapter_preparation
 from octavo.core.sampling_params import SamplingParams

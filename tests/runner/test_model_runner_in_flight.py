@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from octavo.config.engine_config import make_config
+from octavo.core.failures import SequenceFailure
 from octavo.core.plan import Fork, NewSequence, StepPlan, StepResult, TableChange
 from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
@@ -287,7 +288,7 @@ def test_prompt_logprobs_and_errors_come_with_their_step(worker: Worker, monkeyp
     results = worker.check([start(0, params=params), *[decode(0)] * 4])
     assert results[0].extras[0].prompt_logprobs is not None
     assert results[0].extras[0].prompt_start == 1
-    assert results[1].extras[0].error == "the logits are NaN"
+    assert results[1].extras[0].error == SequenceFailure("the logits are NaN")
     assert results[1].token_ids == [0]
     assert not results[2].extras
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.core.errors import SequenceFailure
+from octavo.core.failures import SequenceFailure
 from octavo.core.plan import PositionLogprobs
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.sampling import SamplingBackend, position_logprobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from octavo.config.options import AdapterOptions
-from octavo.core.errors import ADAPTER, GRAMMAR, SequenceFailure
+from octavo.core.failures import ADAPTER, GRAMMAR, SequenceFailure
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import (
     KINDS,

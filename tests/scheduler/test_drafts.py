@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.config.options import SchedulerOptions
-from octavo.core.errors import NO_TOKEN_LEFT, SequenceFailure
+from octavo.core.failures import NO_TOKEN_LEFT, SequenceFailure
 from octavo.core.plan import SequenceOutput, SequenceResult, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from octavo.config.options import SchedulerOptions
-from octavo.core.errors import ADAPTER, AdapterError, SequenceFailure
+from octavo.core.errors import AdapterError
+from octavo.core.failures import ADAPTER, SequenceFailure
 from octavo.core.plan import StepResult
 from octavo.core.request import AdapterRef
 from octavo.core.stats import AdapterStats, SchedulerStats, sum_stats

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.core.errors import GRAMMAR, SequenceFailure
+from octavo.core.failures import GRAMMAR, SequenceFailure
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, Generate, Limits
 from octavo.executor.executor import WorkerReports, reports_of

@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.core.errors import GRAMMAR, NO_TOKEN_LEFT, InvalidRequestError, SequenceFailure
+from octavo.core.errors import InvalidRequestError
+from octavo.core.failures import GRAMMAR, NO_TOKEN_LEFT, SequenceFailure
 from octavo.core.sampling_params import SamplingParams, StructuredOutputsParams, failure_of_fields
 from octavo.server.answer_format import read_answer_format
 from octavo.server.http.errors import ApiError, as_api_error

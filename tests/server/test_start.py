@@ -219,7 +219,7 @@ def test_an_idle_server_is_small(tiny_model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--enable-lora", "--lora-modules", "a=no/adapter"), "there is no adapter at no/adapter"),
+        (("--enable-lora", "--lora-modules", "a=no/adapter"), "no/adapter is missing"),
         (("--distributed-executor-backend", "ray"), "octavo[ray]"),
         (("--api-key-file", "no-keys.txt"), "cannot read api_key_file no-keys.txt"),
     ],
