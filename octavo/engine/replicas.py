@@ -286,8 +286,14 @@ class ProcessReplicas(Replicas["CoreClient"]):
                 await replica.core.hand_over(movable)
         except EngineDeadError:  # ``lose`` has moved its requests
             return 0
-        moved = [entry for group_id in movable if (entry := replica.open.get(group_id)) is not None]
+        taken = [entry for group_id in movable if (entry := replica.open.get(group_id)) is not None]
+        # The core may have begun some before it handed them over: only the same model can continue these.
+        movable = self.requests.movable(replica, next_digest)
+        moved = [entry for entry in taken if entry.group_id in movable]
         self.requests.send_on(moved)
+        for entry in taken:
+            if entry.replica is replica and entry.group_id not in movable:
+                self.requests.send_back(entry)
         return len(moved)
 
     async def restart(self) -> None:
@@ -314,6 +320,7 @@ class ProcessReplicas(Replicas["CoreClient"]):
                     await self._restart(replica)
                 finally:
                     replica.is_restarting = False
+                    self.requests.send_waiting()  # what no core can continue any more fails now
         finally:
             self._restarting = False
 
@@ -574,6 +581,11 @@ class Placement:
                 self._fail(entry, CORE_ENDED)
             else:
                 self._place(entry)
+
+    def send_back(self, entry: OpenRequest) -> None:
+        """Gives a request that a core has handed over to the same core again."""
+        assert entry.replica is not None
+        entry.replica.core.send(Add(entry.request.resume(self._blame.alone(entry.request))))
 
     def send_waiting(self) -> None:
         """Places the waiting requests again, after a replica became ready or was lost."""

@@ -357,6 +357,34 @@ def test_an_answer_ends_with_the_files_that_it_began_with(replicas: int, tiny_mo
     run(model, scenario, data_parallel_size=replicas)
 
 
+def test_what_a_core_begins_before_it_hands_it_over_stays_with_its_files(tiny_model: Path, tmp_path: Path) -> None:
+    model = folder_of(tiny_model, tmp_path)
+
+    async def scenario(llm: AsyncLLM) -> None:
+        right = await stream(llm, "right", "x", LONG)
+        replica = llm._replicas.all[0]
+        old, hand_over = replica.core, replica.core.hand_over
+
+        async def begins_meanwhile(group_ids: list[int]) -> None:
+            await hand_over(group_ids)
+            for group_id in group_ids:
+                replica.open[group_id].digest = old.digest
+
+        async def restart() -> None:
+            touch_weights(model)
+            old.hand_over = begins_meanwhile  # type: ignore[method-assign]
+            for entry in replica.open.values():
+                entry.digest = None  # their admission was not told yet
+            await asyncio.wait_for(llm.restart_replicas(), PATIENCE)
+
+        streams = (at_output(llm, "0", 10, restart), *(stream(llm, str(i), "x", LONG) for i in range(1, 4)))
+        outputs = await asyncio.gather(*streams)
+        assert all(everything(output) == everything(right) for output in outputs)
+        assert replica.core is not old
+
+    run(model, scenario)
+
+
 def test_a_changed_tokenizer_is_refused_before_anything_is_stopped(tiny_model: Path, tmp_path: Path) -> None:
     model = folder_of(tiny_model, tmp_path)
 
