@@ -38,6 +38,8 @@ template <int T>
 inline void store(void* p, int64_t stride) { emulated::tiles().store(T, p, stride); }
 template <int C, int A, int B>
 inline void dot_bf16() { emulated::tiles().dpbf16ps(C, A, B); }
+template <int C, int A, int B>
+inline void dot_int8() { emulated::tiles().dpbssd(C, A, B); }
 #else
 #define OCTAVO_TILE_INLINE inline __attribute__((always_inline))
 OCTAVO_TILE_INLINE void configure(const Config& c) { asm volatile("ldtilecfg %0" ::"m"(c)); }
@@ -55,6 +57,9 @@ OCTAVO_TILE_INLINE void store(void* p, int64_t stride) {
 // C += A * B. In AT&T order the operands are B, A, C.
 template <int C, int A, int B>
 OCTAVO_TILE_INLINE void dot_bf16() { asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
+// Of signed bytes, in 32 bits.
+template <int C, int A, int B>
+OCTAVO_TILE_INLINE void dot_int8() { asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B)); }
 #endif
 
 }  // namespace octavo::amx

@@ -99,10 +99,7 @@ class Tiles {
     for (int r = 0; r < rows_[t]; ++r) std::memcpy(static_cast<char*>(p) + r * stride, data_[t][r], row_bytes_[t]);
   }
   void dpbf16ps(int c, int a, int b) {
-    use(a), use(b), use(c);
-    check(a != b && a != c && b != c);
-    check(row_bytes_[a] % 4 == 0 && row_bytes_[b] % 4 == 0 && row_bytes_[c] % 4 == 0);
-    check(rows_[c] == rows_[a] && row_bytes_[c] == row_bytes_[b] && row_bytes_[a] == 4 * rows_[b]);
+    check_product(c, a, b);
     for (int m = 0; m < rows_[c]; ++m)
       for (int n = 0; n < row_bytes_[c] / 4; ++n) {
         uint32_t even = 0, odd = 0;
@@ -115,10 +112,28 @@ class Tiles {
         std::memcpy(data_[c][m] + 4 * n, &sum, 4);
       }
   }
+  // TDPBSSD: products of signed bytes, four of them added to each int32, which wraps around.
+  void dpbssd(int c, int a, int b) {
+    check_product(c, a, b);
+    for (int m = 0; m < rows_[c]; ++m)
+      for (int n = 0; n < row_bytes_[c] / 4; ++n) {
+        uint32_t sum = word(c, m, n);
+        for (int k = 0; k < row_bytes_[a] / 4; ++k)
+          for (int i = 0; i < 4; ++i)
+            sum += static_cast<uint32_t>(static_cast<int8_t>(data_[a][m][4 * k + i]) * static_cast<int8_t>(data_[b][k][4 * n + i]));
+        std::memcpy(data_[c][m] + 4 * n, &sum, 4);
+      }
+  }
 
  private:
   static void check(bool valid) {
     if (!valid) std::abort();
+  }
+  void check_product(int c, int a, int b) const {
+    use(a), use(b), use(c);
+    check(a != b && a != c && b != c);
+    check(row_bytes_[a] % 4 == 0 && row_bytes_[b] % 4 == 0 && row_bytes_[c] % 4 == 0);
+    check(rows_[c] == rows_[a] && row_bytes_[c] == row_bytes_[b] && row_bytes_[a] == 4 * rows_[b]);
   }
   void use(int t) const { check(configured_ && t >= 0 && t < 8 && rows_[t] != 0); }
   uint32_t word(int t, int row, int column) const {

@@ -33,9 +33,11 @@ inline const char* describe(State state) {
 
 #if defined(OCTAVO_EMULATED)
 inline State state() { return State::available; }
+inline bool multiplies_int8() { return true; }
 inline void warm_up() {}
 #elif !defined(__x86_64__) || !defined(__linux__) || defined(OCTAVO_NO_AMX)  // the assembler does not know it
 inline State state() { return State::no_instruction; }
+inline bool multiplies_int8() { return false; }
 inline void warm_up() {}
 #else
 
@@ -54,10 +56,33 @@ inline State request() {
   return errno == ENOSPC ? State::small_signal_stack : State::not_permitted;
 }
 
+// The product of whole tiles, and that of the emulation, are the same bits.
+template <void (*Dot)(), void (emulated::Tiles::*Emulated)(int, int, int)>
+inline bool same_product(const void* a, const void* b, const void* c) {
+  uint8_t result[1024], expected[1024];
+  Config config;
+  for (int t = 0; t < 3; ++t) config.set(t, 16, 64);
+  emulated::Tiles tiles;
+  tiles.configure(&config);
+  tiles.load(0, c, 64);
+  tiles.load(1, a, 64);
+  tiles.load(2, b, 64);
+  (tiles.*Emulated)(0, 1, 2);
+  tiles.store(0, expected, 64);
+  configure(config);
+  load<0>(c, 64);
+  load<1>(a, 64);
+  load<2>(b, 64);
+  Dot();
+  store<0>(result, 64);
+  release();
+  return std::memcmp(result, expected, sizeof result) == 0;
+}
+
 // Whether a product of tiles of pseudorandom bfloat16, some of them subnormal, has the bits of the emulation.
 inline bool computes_as_specified() {
   uint16_t a[16][32], b[16][32];
-  float c[16][16], expected[16][16];
+  float c[16][16];
   uint32_t x = 1;
   const auto next = [&x] { return x = x * 1664525u + 1013904223u; };
   // Any sign and fraction; exponents from 2^-8 to 2^7, but for one in 16 that is 0.
@@ -74,29 +99,27 @@ inline bool computes_as_specified() {
       const uint32_t bits = static_cast<uint32_t>(number()) << 16;
       std::memcpy(&c[m][n], &bits, 4);
     }
-  Config config;
-  for (int t = 0; t < 3; ++t) config.set(t, 16, 64);
-  emulated::Tiles tiles;
-  tiles.configure(&config);
-  tiles.load(0, c, 64);
-  tiles.load(1, a, 64);
-  tiles.load(2, b, 64);
-  tiles.dpbf16ps(0, 1, 2);
-  tiles.store(0, expected, 64);
-  configure(config);
-  load<0>(c, 64);
-  load<1>(a, 64);
-  load<2>(b, 64);
-  dot_bf16<0, 1, 2>();
-  store<0>(c, 64);
-  release();
-  return std::memcmp(c, expected, sizeof c) == 0;
+  return same_product<dot_bf16<0, 1, 2>, &emulated::Tiles::dpbf16ps>(a, b, c);
 }
 
 inline State state() {
   static const State found = [] {
     const State asked = request();
     return asked == State::available && !computes_as_specified() ? State::wrong_results : asked;
+  }();
+  return found;
+}
+
+// Whether there are products of bytes too, which are as specified: a processor that has tiles has them, so far.
+inline bool multiplies_int8() {
+  static const bool found = [] {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    if (state() != State::available || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0 || (edx >> 25 & 1) == 0) return false;
+    uint8_t bytes[3][1024];
+    uint32_t x = 1;
+    for (auto& tile : bytes)
+      for (uint8_t& byte : tile) byte = static_cast<uint8_t>((x = x * 1664525u + 1013904223u) >> 24);
+    return same_product<dot_int8<0, 1, 2>, &emulated::Tiles::dpbssd>(bytes[0], bytes[1], bytes[2]);
   }();
   return found;
 }

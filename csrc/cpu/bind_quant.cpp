@@ -33,10 +33,11 @@ constexpr int64_t kWorkOfValue = 2;
 class RowBuffer {
  public:
   QuantRows take(int64_t rows, int64_t num_groups, bool narrow, bool wide) {
-    const auto all_groups = static_cast<size_t>(rows * num_groups);
+    const int tile = integer_isa().quant->rows_of_tile(rows);
+    const auto all_groups = static_cast<size_t>(QuantRows::room(rows, tile) * num_groups);
     return {narrow ? static_cast<int8_t*>(narrow_.take(all_groups * kQuantGroup)) : nullptr,
             wide ? static_cast<int16_t*>(wide_.take(all_groups * kQuantGroup * 2)) : nullptr,
-            static_cast<QuantGroup*>(groups_.take(all_groups * sizeof(QuantGroup))), num_groups, rows};
+            static_cast<QuantGroup*>(groups_.take(all_groups * sizeof(QuantGroup))), num_groups, rows, tile};
   }
 
  private:

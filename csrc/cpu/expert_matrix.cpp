@@ -74,7 +74,7 @@ class QuantizedExpert : public ExpertMatrix {
     return ((gated() ? 4 : 8) + least - 1) / least * least;
   }
   size_t bytes_of_rows(int64_t rows) const override {
-    const auto groups = static_cast<size_t>(rows * parts_[0]->groups);
+    const size_t groups = groups_of(rows);
     return round_up(groups * kQuantGroup) * wants(false) + round_up(groups * kQuantGroup * 2) * wants(true) +
            round_up(groups * sizeof(QuantGroup));
   }
@@ -112,13 +112,16 @@ class QuantizedExpert : public ExpertMatrix {
     });
   }
   QuantRows rows_in(void* memory, int64_t rows) const {
-    const auto groups = static_cast<size_t>(rows * parts_[0]->groups);
+    const size_t groups = groups_of(rows);
     char* narrow = static_cast<char*>(memory);
     char* wide = narrow + round_up(groups * kQuantGroup) * wants(false);
     char* scales = wide + round_up(groups * kQuantGroup * 2) * wants(true);
     return {wants(false) ? reinterpret_cast<int8_t*>(narrow) : nullptr,
             wants(true) ? reinterpret_cast<int16_t*>(wide) : nullptr, reinterpret_cast<QuantGroup*>(scales),
-            parts_[0]->groups, rows};
+            parts_[0]->groups, rows, integer_isa().quant->rows_of_tile(rows)};
+  }
+  size_t groups_of(int64_t rows) const {
+    return static_cast<size_t>(QuantRows::room(rows, integer_isa().quant->rows_of_tile(rows)) * parts_[0]->groups);
   }
 
   std::vector<std::shared_ptr<PackedQuant>> parts_;

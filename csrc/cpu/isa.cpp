@@ -57,12 +57,15 @@ OCTAVO_DECLARE_INTEGERS(avx_vnni)
 #ifdef OCTAVO_HAS_INTEGER_avx512_vnni
 OCTAVO_DECLARE_INTEGERS(avx512_vnni)
 #endif
+#ifdef OCTAVO_HAS_INTEGER_amx_int8
+OCTAVO_DECLARE_INTEGERS(amx_int8)
+#endif
 
 namespace {
 
 using Names = std::vector<std::string>;
 
-const IsaNames kKnown{{"amx_bf16", "avx512_bf16", "avx512", "avx2", "generic"}, {"avx512_vnni", "avx_vnni", "avx512", "avx2", "generic"}};
+const IsaNames kKnown{{"amx_bf16", "avx512_bf16", "avx512", "avx2", "generic"}, {"amx_int8", "avx512_vnni", "avx_vnni", "avx512", "avx2", "generic"}};
 
 template <class Isa>
 struct Built {
@@ -90,6 +93,9 @@ const std::vector<Built<FloatIsa>>& built_floats() {
 
 const std::vector<Built<IntegerIsa>>& built_integers() {
   static const std::vector<Built<IntegerIsa>> built{
+#ifdef OCTAVO_HAS_INTEGER_amx_int8
+      OCTAVO_INTEGERS(amx_int8),
+#endif
 #ifdef OCTAVO_HAS_INTEGER_avx512_vnni
       OCTAVO_INTEGERS(avx512_vnni),
 #endif

@@ -40,6 +40,7 @@ inline IsaNames processor_isas() {
   if (avx512) names.floats.push_back("avx512");
   if (bf16 && !fast_bf16) names.floats.push_back("avx512_bf16");
   if (avx2) names.floats.push_back("avx2");
+  if (vnni && amx::multiplies_int8()) names.integers.push_back("amx_int8");
   if (vnni) names.integers.push_back("avx512_vnni");
   if (avx_vnni) names.integers.push_back("avx_vnni");
   if (avx512) names.integers.push_back("avx512");

@@ -9,6 +9,9 @@
 #include "quant_encode.hpp"
 #include "quant_rows.hpp"
 #include "quant_store.hpp"
+#if defined(OCTAVO_AMX_INT8)
+#include "quant_tiles.hpp"
+#endif
 #include "vec.hpp"
 
 namespace octavo::OCTAVO_ISA {
@@ -19,6 +22,10 @@ namespace {
 template <int Bits>
 using RowCode = std::conditional_t<Bits == 8, CodeFor8bit, int8_t>;
 
+#if !defined(OCTAVO_AMX_INT8)
+int rows_of_tile(int64_t) { return kQuantTile; }
+#endif
+
 bool wants_wide(int bits) { return (bits == 8 ? sizeof(RowCode<8>) : sizeof(RowCode<4>)) == 2; }
 
 void quantize(const void* x, Dtype dtype, int64_t k, const QuantRows& rows, int64_t row) {
@@ -27,18 +34,6 @@ void quantize(const void* x, Dtype dtype, int64_t k, const QuantRows& rows, int6
   } else {
     quantize_row(static_cast<const uint16_t*>(x), k, rows, row);
   }
-}
-
-// Scales and minima of a group's columns; `header` is the block's and `i` the group's number in the block.
-template <QuantFormat Format>
-OCTAVO_INLINE Columns scales_of(const uint8_t* header, int i) {
-  if constexpr (Format == QuantFormat::q4_k) return multiply(load_f16(header), load_u8(header + 64 + i * kPanel));
-  return load_f16(header);
-}
-template <QuantFormat Format>
-OCTAVO_INLINE Columns minima_of(const uint8_t* header, int i) {
-  if constexpr (Format == QuantFormat::q4_k) return multiply(load_f16(header + 32), load_u8(header + 192 + i * kPanel));
-  return load_f16(header + 32);
 }
 
 // Adds a group to the sums of each row and panel; the first panel's header and codes are at `header` and `w`.
@@ -126,28 +121,6 @@ void multiply_rows(const uint8_t* panel, int64_t panel_bytes, const QuantRows& r
   }
 }
 
-// What is read and written to store results, into the cache.
-void fetch_results(int64_t column, int64_t columns, int rows, int64_t row, const QuantOutput& out) {
-  const int64_t size = out.dtype == Dtype::f32 ? 4 : 2;
-  for (int64_t r = row; r < row + rows; ++r) {
-    fetch_to_write(static_cast<const char*>(out.data) + (r * out.stride + column) * size, columns * size);
-    if (out.add != nullptr && out.add != out.data) fetch_to_write(out.add + r * out.add_stride + column, columns * 4);
-  }
-}
-
-// The activation, which alone depends on the instruction set, is left to that of floats.
-template <int Panels>
-void store_results(const PackedQuant& weight, int64_t panel, int64_t row, int rows, const QuantOutput& out,
-                   const float (*sums)[kQuantTile][kPanel], const QuantResults& results) {
-  const auto as_it_is = [](F32 x) { return x; };
-  if (out.activation != Activation::none)
-    results.store_activated(out, weight.n, panel, Panels, row, rows, sums);
-  else if (out.dtype == Dtype::f32)
-    store_tile<float>(out, weight.n, panel, Panels, row, rows, sums, as_it_is);
-  else
-    store_tile<uint16_t>(out, weight.n, panel, Panels, row, rows, sums, as_it_is);
-}
-
 template <QuantFormat Format, int Panels>
 void run_panels(const PackedQuant& weight, int64_t panel, const QuantRows& rows, const QuantOutput& out,
                 const QuantResults& results) {
@@ -189,6 +162,9 @@ int64_t panels_at_once(int64_t rows) {
 template <QuantFormat Format>
 void run_range(const PackedQuant& weight, int64_t panel, int64_t end, const QuantRows& rows, const QuantOutput& out,
                const QuantResults& results) {
+#if defined(OCTAVO_AMX_INT8)
+  if (rows.in_registers()) return multiply_by_tiles<Format>(weight, panel, end, rows, out, results);
+#endif
   if (rows.count == 1) panel = run_streams<Format, 1>(weight, panel, end, rows, out, results);
   if (rows.count == 2) panel = run_streams<Format, 2>(weight, panel, end, rows, out, results);
   if (rows.count == 3) panel = run_streams<Format, 3>(weight, panel, end, rows, out, results);
@@ -222,7 +198,7 @@ static int64_t int8_dot_rounds([[maybe_unused]] int64_t rounds, [[maybe_unused]]
 }
 
 const QuantTable* quant_table() {
-  static const QuantTable table{encode_weights, wants_wide, quantize, panels_at_once, panels, int8_dot_rounds};
+  static const QuantTable table{encode_weights, wants_wide, rows_of_tile, quantize, panels_at_once, panels, int8_dot_rounds};
   return &table;
 }
 

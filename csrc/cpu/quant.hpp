@@ -91,20 +91,28 @@ struct QuantGroup {
 
 // Quantised rows. Four rows make a tile, the last ones perhaps a smaller one, and lie together, so that a tile is read
 // through one pointer. Codes are there in 8 bits, in 16, or both, as the weights that they are multiplied with want them.
+// For the tile registers of AMX a tile has more rows, the last one too, and a row's codes of a group lie together.
 struct QuantRows {
-  int8_t* narrow;      // [tiles][groups * 8 quads][rows of the tile][4 of K], aligned to 16 bytes; or null
-  int16_t* wide;       // the same, each quad's values in the order 0, 2, 1, 3; or null
+  int8_t* narrow;      // [tiles][groups * 8 quads][rows of the tile][4 of K], aligned to 16 bytes; or null.
+                       // For tile registers: [tiles][groups][rows of the tile][32 of K]
+  int16_t* wide;       // as the first, each quad's values in the order 0, 2, 1, 3; or null
   QuantGroup* groups;  // [tiles][groups][rows of the tile]
   int64_t num_groups;
   int64_t count;
-  int64_t first_of_tile(int64_t row) const { return row / kQuantTile * kQuantTile; }
+  int tile;  // rows of a tile
+  // The rows that there must be room for.
+  static int64_t room(int64_t rows, int tile) { return (rows + tile - 1) / tile * tile; }
+  bool in_registers() const { return tile > kQuantTile; }
+  int64_t first_of_tile(int64_t row) const { return row / tile * tile; }
   int rows_of_tile(int64_t row) const {
     const int64_t rest = count - first_of_tile(row);
-    return static_cast<int>(rest < kQuantTile ? rest : kQuantTile);
+    return static_cast<int>(rest < tile && !in_registers() ? rest : tile);
   }
+  // From a row's quad to its next one, in values.
+  int quad_step(int64_t row) const { return in_registers() ? 4 : 4 * rows_of_tile(row); }
   template <typename Code>
   Code* codes_of(int64_t row) const {
-    const int64_t at = first_of_tile(row) * num_groups * kQuantGroup + row % kQuantTile * 4;
+    const int64_t at = first_of_tile(row) * num_groups * kQuantGroup + row % tile * (in_registers() ? kQuantGroup : 4);
     if constexpr (sizeof(Code) == 1) {
       return narrow + at;
     } else {
@@ -112,7 +120,7 @@ struct QuantRows {
     }
   }
   QuantGroup* groups_of(int64_t row) const {
-    return groups + first_of_tile(row) * num_groups + row % kQuantTile;
+    return groups + first_of_tile(row) * num_groups + row % tile;
   }
 };
 
@@ -143,6 +151,8 @@ struct QuantTable {
   void (*encode)(const void* w, Dtype dtype, int64_t k, int64_t group, int bits, uint8_t* codes, void* scales);
   // Whether weights of so many bits are multiplied with rows of wide codes, or else with narrow ones.
   bool (*wants_wide)(int bits);
+  // QuantRows::tile of so many rows.
+  int (*rows_of_tile)(int64_t rows);
   // Quantises a row x[k], float32 or bfloat16, into row `row`.
   void (*quantize)(const void* x, Dtype dtype, int64_t k, const QuantRows& rows, int64_t row);
   // How many panels are computed side by side for so many rows, at most kMostPanels. Of fewer rows than a tile they are

@@ -72,4 +72,16 @@ OCTAVO_INLINE void to_floats(const Columns& x, float* out) {
   for (int v = 0; v < kVectors; ++v) store(out + v * kLanes, x.value[v]);
 }
 
+// Scales and minima of a group's columns; `header` is the block's and `i` the group's number in the block.
+template <QuantFormat Format>
+OCTAVO_INLINE Columns scales_of(const uint8_t* header, int i) {
+  if constexpr (Format == QuantFormat::q4_k) return multiply(load_f16(header), load_u8(header + 64 + i * kPanel));
+  return load_f16(header);
+}
+template <QuantFormat Format>
+OCTAVO_INLINE Columns minima_of(const uint8_t* header, int i) {
+  if constexpr (Format == QuantFormat::q4_k) return multiply(load_f16(header + 32), load_u8(header + 192 + i * kPanel));
+  return load_f16(header + 32);
+}
+
 }  // namespace octavo::OCTAVO_ISA

@@ -147,8 +147,8 @@ void quantize_row(const T* x, int64_t k, const QuantRows& rows, int64_t row) {
       std::memcpy(padded, x + at, static_cast<size_t>(k - at) * sizeof(T));
       quantize_group(load_activations(padded), codes, *group);
     }
-    if (rows.narrow != nullptr) write_codes(codes, rows.codes_of<int8_t>(row) + at * tile, 4 * tile);
-    if (rows.wide != nullptr) write_codes(codes, rows.codes_of<int16_t>(row) + at * tile, 4 * tile);
+    if (rows.narrow != nullptr) write_codes(codes, rows.codes_of<int8_t>(row) + at * tile, rows.quad_step(row));
+    if (rows.wide != nullptr) write_codes(codes, rows.codes_of<int16_t>(row) + at * tile, rows.quad_step(row));
   }
 }
 

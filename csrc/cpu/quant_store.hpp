@@ -40,4 +40,26 @@ OCTAVO_INLINE void store_tile(const QuantOutput& out, int64_t n, int64_t panel, 
   }
 }
 
+// What is read and written to store results, into the cache.
+inline void fetch_results(int64_t column, int64_t columns, int rows, int64_t row, const QuantOutput& out) {
+  const int64_t size = out.dtype == Dtype::f32 ? 4 : 2;
+  for (int64_t r = row; r < row + rows; ++r) {
+    fetch_to_write(static_cast<const char*>(out.data) + (r * out.stride + column) * size, columns * size);
+    if (out.add != nullptr && out.add != out.data) fetch_to_write(out.add + r * out.add_stride + column, columns * 4);
+  }
+}
+
+// The activation, which alone depends on the instruction set, is left to that of floats.
+template <int Panels>
+void store_results(const PackedQuant& weight, int64_t panel, int64_t row, int rows, const QuantOutput& out,
+                   const float (*sums)[kQuantTile][kPanel], const QuantResults& results) {
+  const auto as_it_is = [](F32 x) { return x; };
+  if (out.activation != Activation::none)
+    results.store_activated(out, weight.n, panel, Panels, row, rows, sums);
+  else if (out.dtype == Dtype::f32)
+    store_tile<float>(out, weight.n, panel, Panels, row, rows, sums, as_it_is);
+  else
+    store_tile<uint16_t>(out, weight.n, panel, Panels, row, rows, sums, as_it_is);
+}
+
 }  // namespace octavo::OCTAVO_ISA

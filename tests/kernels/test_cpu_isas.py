@@ -53,9 +53,9 @@ def test_bfloat16_dot_products_come_first_only_where_they_are_fast() -> None:
 
 
 def test_tiles_come_first_where_they_are_available_and_are_else_not_offered() -> None:
-    floats = _cpu.processor_isas().floats
-    assert ("amx_bf16" in floats) == (_cpu.amx() == "available")
-    assert "amx_bf16" not in floats[1:]
+    for isas, tiles in ((_cpu.processor_isas().floats, "amx_bf16"), (_cpu.processor_isas().integers, "amx_int8")):
+        assert (tiles in isas) == (_cpu.amx() == "available")
+        assert tiles not in isas[1:]
 
 
 @pytest.mark.skipif("EMULATED_CPU_KERNELS" in os.environ, reason="emulated tiles need no permission")
@@ -110,14 +110,14 @@ def test_one_that_was_not_built_is_refused_with_the_way_to_build_it(kind: str, i
     [
         (
             "avx3",
-            "no instruction set 'avx3'; of floats there are: amx_bf16, .*; of integers: avx512_vnni, avx_vnni",
+            "no instruction set 'avx3'; of floats there are: amx_bf16, .*; of integers: amx_int8, avx512_vnni, avx_vnni",
         ),
         ("", "no instruction set ''"),
         (
             "avx_vnni+generic",
             "no instruction set 'avx_vnni' of floats; there are: amx_bf16, avx512_bf16, avx512, avx2, generic",
         ),
-        ("generic+avx512_bf16", "no instruction set 'avx512_bf16' of integers; there are: avx512_vnni"),
+        ("generic+avx512_bf16", "no instruction set 'avx512_bf16' of integers; there are: amx_int8"),
         ("generic+", "no instruction set '' of integers"),
         ("generic+generic+generic", r"no instruction set 'generic\+generic' of integers"),
     ],

@@ -222,6 +222,21 @@ def test_which_instruction_set_of_integers_computes_does_not_show(floats: str, a
     assert all(torch.equal(*pair) for result in results for pair in zip(result, results[0], strict=True))
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_many_long_rows_are_the_same_on_every_instruction_set_of_integers(kind: str) -> None:
+    """Tiles of 12 and 16 rows, the last one not full, more rows than pass at once, and K in several parts."""
+    k = 2300 if kind == "q8_channel" else 2304
+    layer, x = pack_quantized([random_weight(kind, 35, k // GROUPS[kind])]), torch.randn(150, k)
+    x[3, 7] = float("inf")
+    x[5] = 0
+    for rows in (31, 32, 33, 48, 150):
+        results = []
+        for integers in _cpu.available_isas().integers:
+            _cpu.choose_isa(integers)
+            results.append(run(layer, x[:rows]))
+        assert all(torch.allclose(result, results[-1], rtol=0, atol=0, equal_nan=True) for result in results)
+
+
 def test_strides_parts_bias_and_rounding(isa: str) -> None:
     """Three matrices of different formats in one layer, as a file may hold query, key and value."""
     weights = [random_weight("q4_k", 20, 1), random_weight("q8_32", 7, 8), random_weight("q4_1", 33, 8)]

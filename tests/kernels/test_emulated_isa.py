@@ -19,13 +19,14 @@ HERE = Path(__file__).parent
 #: Of floats and of integers; those of AVX2 are not emulated, but the others are compared with them.
 EMULATED = {
     "FLOAT": ("amx_bf16", "avx512_bf16", "avx512", "avx2"),
-    "INTEGER": ("avx512_vnni", "avx_vnni", "avx512", "avx2"),
+    "INTEGER": ("amx_int8", "avx512_vnni", "avx_vnni", "avx512", "avx2"),
 }
 _AVX2 = {"avx2", "fma"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 #: The processor's features, as Linux names them, without which the kernels would end the process.
 NEEDED = {
     "amx_bf16": _AVX512 | {"amx_tile", "amx_bf16"},
+    "amx_int8": _AVX512 | {"avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"},
     "avx512_bf16": _AVX512 | {"avx512_bf16"},
     "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx_vnni": _AVX2 | {"avx_vnni"},
@@ -101,7 +102,7 @@ def test_a_processor_with_the_features_is_offered_the_instruction_set() -> None:
         pytest.skip("needs the processor's features in /proc/cpuinfo")
     runs, present = _cpu.processor_isas(), set(flags[0].split())
     for isa, needed in NEEDED.items():
-        if isa == "amx_bf16" and _cpu.amx() != "available":  # the system must permit it, too
+        if isa.startswith("amx") and _cpu.amx() != "available":  # the system must permit it, too
             continue
         assert not needed <= present or isa in runs.floats or isa in runs.integers
 

@@ -71,19 +71,22 @@ COMPARED_ROWS, FASTER = 64, 1.2
 
 
 def compare_instruction_sets(kernels: Kernels, config: ModelConfig, types: Types) -> dict[str, float]:
-    """Least microseconds of one of the model's products, for each instruction set of floats that may be chosen here.
+    """Least microseconds of one of the model's products, for each instruction set that may be chosen here.
 
-    generic is left out. The sets are measured in turn, and the choice is as before afterwards.
+    The sets are those of integers if the weights are quantised, else those of floats; generic is left out. They are
+    measured in turn, and the choice is as before afterwards.
     """
     cpu: Any = importlib.import_module("octavo._cpu")
-    before, integers = cpu.isa(), cpu.integer_isa()
+    before, available = cpu.isa(), cpu.available_isas()
+    sets = available.floats if types.quantization is None else available.integers
+    other = f"+{cpu.integer_isa()}" if types.quantization is None else f"{cpu.float_isa()}+"
     case = next(iter(linear_cases(kernels, config, types, Shapes([COMPARED_ROWS], [], []))))
     least: dict[str, float] = {}
     try:
         for _ in range(2):
-            for name in cpu.available_isas().floats:
+            for name in sets:
                 if name != "generic":
-                    cpu.choose_isa(f"{name}+{integers}")
+                    cpu.choose_isa(name + other if other.startswith("+") else other + name)
                     seconds = _seconds(kernels, case, "cpu")[1] / case.calls
                     least[name] = min(seconds * 1e6, least.get(name, float("inf")))
     finally:

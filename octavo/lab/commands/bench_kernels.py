@@ -91,10 +91,11 @@ def _compare_instruction_sets(kernels: Kernels, config: ModelConfig, types: Type
     times = compare_instruction_sets(kernels, config, types)
     if not times:
         return
-    chosen = kernels.describe().split("float ")[1].split(",")[0]
+    kind = "float" if types.quantization is None else "integer"
+    chosen = kernels.describe().split(f"{kind} ")[1].split(",")[0]
     listed = ", ".join(f"{name} {microseconds:.1f}" for name, microseconds in times.items())
     print(
-        f"the first product at {COMPARED_ROWS} rows, least us by instruction set of floats: {listed}", file=sys.stderr
+        f"the first product at {COMPARED_ROWS} rows, least us by instruction set of {kind}s: {listed}", file=sys.stderr
     )
     best = min(times, key=lambda name: times[name])
     if chosen in times and times[chosen] > FASTER * times[best]:

@@ -67,17 +67,24 @@ def test_the_fastest_run_counts_apart(kernels: Kernels, tiny_model: Path, monkey
     assert (figures.share_of_limit, figures.share_at_best) == (0.5, 1.0)
 
 
+@pytest.mark.parametrize(("quantization", "kind"), [(None, "float"), ("int8", "integer")])
 def test_a_faster_instruction_set_than_the_chosen_one_is_told(
-    kernels: Kernels, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    quantization: str | None,
+    kind: str,
+    kernels: Kernels,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     cpu: Any = importlib.import_module("octavo._cpu")
-    chosen, config = cpu.float_isa(), read_model_config(tiny_model)
-    others = [name for name in cpu.available_isas().floats if name not in (chosen, "generic")]
+    in_use: Any = getattr(cpu, f"{kind}_isa")
+    chosen, both, config = in_use(), cpu.isa(), read_model_config(tiny_model)
+    others = [name for name in getattr(cpu.available_isas(), f"{kind}s") if name not in (chosen, "generic")]
     for name in (chosen, *others[:1]):
         # As if this set took half the time of all others.
-        monkeypatch.setattr(measuring, "_seconds", lambda *_, fast=name: (1.0 + (cpu.float_isa() != fast),) * 2)
-        bench_kernels._compare_instruction_sets(kernels, config, Types(DType.FLOAT32))
-        assert cpu.float_isa() == chosen
+        monkeypatch.setattr(measuring, "_seconds", lambda *_, fast=name: (1.0 + (in_use() != fast),) * 2)
+        bench_kernels._compare_instruction_sets(kernels, config, Types(DType.FLOAT32, quantization))
+        assert cpu.isa() == both
         told = capsys.readouterr().err
         assert ("WARNING" in told) == (name != chosen)
         assert all(other in told for other in others)
