@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from octavo.config.engine_config import EngineConfig
@@ -22,7 +22,10 @@ NUMBER_BYTES = {
 #: Bytes of a scale; int8 and fp8 caches have one for each key and value of a head.
 _SCALE_BYTES = 4
 
-KVKind = Literal["full", "sliding", "cross", "latent", "none"]
+KVKind = Literal["full", "sliding", "cross", "latent", "state", "none"]
+
+#: Tokens that a token of a layer with states reads through a block: its predecessor, whose state goes on.
+STATE_WINDOW = 2
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class KVSpec:
     """The KV cache of one layer on one rank."""
 
     #: What a token attends to: all earlier tokens, the last ``window`` tokens, an encoder's output, all earlier tokens
-    #: as compressed vectors of ``head_dim`` numbers, or nothing cached.
+    #: as compressed vectors of ``head_dim`` numbers, a recurrent state of ``head_dim`` numbers that sums them up, or
+    #: nothing cached.
     kind: KVKind
     num_kv_heads: int
     head_dim: int
@@ -39,10 +43,20 @@ class KVSpec:
     #: Tokens that a token of a "sliding" layer attends to, including itself.
     window: int | None = None
 
+    @classmethod
+    def state(cls, numbers: int) -> KVSpec:
+        """A recurrent state of float32 numbers. A block of it has one state, whatever its number of tokens."""
+        return cls("state", 1, numbers, "float32", STATE_WINDOW)
+
     @property
     def vectors(self) -> int:
         """Vectors of a token for each head: a key and a value, or a latent one."""
-        return {"none": 0, "latent": 1}.get(self.kind, 2)
+        return {"none": 0, "latent": 1, "state": 0}.get(self.kind, 2)
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Of a state, whatever the number of tokens."""
+        return int(self.num_kv_heads * self.head_dim * NUMBER_BYTES[self.dtype]) if self.kind == "state" else 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -74,6 +88,18 @@ def group_layers(specs: Sequence[KVSpec], stage: range | None = None) -> list[La
 # Blocks of groups.
 
 
+class GroupShape(NamedTuple):
+    """A KV group on one worker."""
+
+    #: Of a block in all its layers; may be 0.
+    block_bytes: int
+    #: Attention window in tokens; None: the whole context.
+    window: int | None = None
+    #: Of a group of recurrent states: tokens between two checkpoints, which are its blocks; None: blocks are those of
+    #: all other groups.
+    state_tokens: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
     num_blocks: int
@@ -82,6 +108,8 @@ class GroupBlocks:
     window: int | None = None
     #: Of a block in all layers; only ratios between groups count.
     block_bytes: int = 1
+    #: As in ``GroupShape``.
+    state_tokens: int | None = None
 
 
 def window_blocks(window: int, block_size: int) -> int:
@@ -99,10 +127,7 @@ def max_window_seqs(num_blocks: int, window: int, block_size: int, max_num_batch
 class KVLayout:
     """The KV groups of one worker, and the load that they are sized for."""
 
-    #: By group: bytes of a block in all its layers on this worker; may be 0.
-    block_bytes: Sequence[int]
-    #: By group: attention window in tokens; None: the whole context.
-    windows: Sequence[int | None]
+    groups: Sequence[GroupShape]
     block_size: int
     max_num_seqs: int
     #: Tokens of all steps in flight.
@@ -114,42 +139,45 @@ class KVLayout:
     @classmethod
     def of(
         cls,
-        groups: Sequence[tuple[int, int | None]],
+        groups: Sequence[tuple[int, int | None] | GroupShape],
         options: EngineConfig,
         max_num_batched_tokens: int,
         least_chunk: int = 1,
     ) -> KVLayout:
-        """``groups``: bytes of a block, and window."""
-        sizes, windows = [size for size, _ in groups], [window for _, window in groups]
         load = options.max_num_seqs, max_num_batched_tokens, options.cuts_prompts, least_chunk
-        return cls(sizes, windows, options.block_size, *load)
+        return cls([GroupShape(*group) for group in groups], options.block_size, *load)
+
+    @property
+    def block_bytes(self) -> list[int]:
+        return [group.block_bytes for group in self.groups]
+
+    def _blocks(self, group: GroupShape, num_tokens: int) -> int:
+        return -(-num_tokens // (group.state_tokens or self.block_size))
+
+    def _window(self, group: GroupShape) -> int | None:
+        """Blocks of a window; None: the group keeps all tokens."""
+        size = group.state_tokens or self.block_size
+        return None if group.window is None else window_blocks(group.window, size)
 
     def held(self, num_tokens: int, chunk: int = 1) -> list[int]:
         """Blocks of each group that a single sequence of ``num_tokens`` tokens needs.
 
-        ``chunk``: blocks of a prompt chunk beside a window; all tokens in flight if prompts are computed whole.
+        ``chunk``: tokens of a prompt chunk beside a window; all tokens in flight if prompts are computed whole.
         """
-        whole = -(-num_tokens // self.block_size)
-        least = self._chunk if not self.cuts_prompts else -(-self.least_chunk // self.block_size)
-        chunk = max(chunk, least)
-        return [
-            whole if window is None else min(whole, window_blocks(window, self.block_size) + chunk)
-            for window in self.windows
-        ]
-
-    @property
-    def _chunk(self) -> int:
-        """Blocks of all tokens in flight."""
-        return -(-self.max_num_batched_tokens // self.block_size)
+        chunk = max(chunk, self.least_chunk if self.cuts_prompts else self.max_num_batched_tokens)
+        counts = []
+        for group in self.groups:
+            whole, window = self._blocks(group, num_tokens), self._window(group)
+            counts.append(whole if window is None else min(whole, window + self._blocks(group, chunk)))
+        return counts
 
     def full_length_seqs(self, blocks: Sequence[int], max_model_len: int) -> int:
         """Number of concurrent sequences of ``max_model_len`` tokens for these blocks of each group."""
-        whole = -(-max_model_len // self.block_size)
         counts = [self.max_num_seqs]
-        for count, window in zip(blocks, self.windows, strict=True):
-            seqs = count // whole
-            if window is not None and count > (one := window_blocks(window, self.block_size)):
-                seqs = max(seqs, (count - min(self._chunk, count - one)) // one)
+        for count, group in zip(blocks, self.groups, strict=True):
+            seqs, one = count // self._blocks(group, max_model_len), self._window(group)
+            if one is not None and count > one:
+                seqs = max(seqs, (count - min(self._blocks(group, self.max_num_batched_tokens), count - one)) // one)
             counts.append(seqs)
         return min(counts)
 
@@ -174,16 +202,18 @@ class KVLayout:
         their maximum concurrency. A windowed group (with ``limited``, any group) gets no more than ``max_num_seqs``
         sequences can use; the others divide its rest.
         """
-        size, seqs, whole = self.block_size, self.max_num_seqs, -(-max_model_len // self.block_size)
+        seqs, in_flight = self.max_num_seqs, self.max_num_batched_tokens
+        whole = [self._blocks(group, max_model_len) for group in self.groups]
+        windows = [self._window(group) for group in self.groups]
         # Of one sequence with full length, without its chunk.
-        lengths = [whole if w is None else min(whole, window_blocks(w, size)) for w in self.windows]
+        lengths = [all_ if w is None else min(all_, w) for all_, w in zip(whole, windows, strict=True)]
         most = max(lengths)
         useful = [
-            seqs * whole if w is None else min(seqs * whole, seqs * window_blocks(w, size) + self._chunk)
-            for w in self.windows
+            seqs * all_ if w is None else min(seqs * all_, seqs * w + self._blocks(group, in_flight))
+            for group, all_, w in zip(self.groups, whole, windows, strict=True)
         ]
         nothing = [0] * len(lengths)
-        least = (self.held(max_model_len, self._chunk), self.held(max_model_len), nothing)
+        least = (self.held(max_model_len, in_flight), self.held(max_model_len), nothing)
         counts = next((blocks for blocks in least if self.size(blocks) <= num_bytes), nothing)
         limits = {
             group: max(0, limit - counts[group])

@@ -419,8 +419,8 @@ class EngineCore(StepLoop):
         host_counts = executor.num_host_blocks(self.max_model_len, in_flight)
         groups = executor.kv_groups()
         sizes = [
-            GroupBlocks(count, host_count, window, block_bytes)
-            for count, host_count, (block_bytes, window) in zip(counts, host_counts, groups, strict=True)
+            GroupBlocks(count, host_count, group.window, group.block_bytes, group.state_tokens)
+            for count, host_count, group in zip(counts, host_counts, groups, strict=True)
         ]
         executor.collective_rpc("make_cache", [counts, host_counts, self.max_model_len])
         self.blocks = BlockManager(sizes, options.block_size, **block_settings(options))

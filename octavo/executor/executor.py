@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from octavo.config.kv_spec import GroupShape
 from octavo.core.failures import SequenceFailure
 from octavo.core.plan import StepPlan, StepResult
 from octavo.process.startup import WorkerFacts
@@ -116,10 +117,13 @@ class Executor(ABC):
         counts = self.collective_rpc("num_host_blocks", [max_model_len, max_num_batched_tokens])
         return [*map(min, zip(*counts, strict=True))]
 
-    def kv_groups(self) -> list[tuple[int, int | None]]:
-        """For each KV group: bytes of a block in all its layers, the maximum over workers; and its window."""
-        workers = self.collective_rpc("kv_groups")
-        return [(max(size for size, _ in group), group[0][1]) for group in zip(*workers, strict=True)]
+    def kv_groups(self) -> list[GroupShape]:
+        """The KV groups, with the maximum over workers of a block's bytes."""
+        workers = [[GroupShape(*group) for group in groups] for groups in self.collective_rpc("kv_groups")]
+        return [
+            group[0]._replace(block_bytes=max(shape.block_bytes for shape in group))
+            for group in zip(*workers, strict=True)
+        ]
 
     def startup_facts(self) -> list[WorkerFacts]:
         """Kernels, memory and times of each worker's start, by rank; after the KV cache is made."""

@@ -120,7 +120,7 @@ class BlockManager:
         """Tokens of the longest prompt chunk for which there are blocks beside its window."""
         if not self._windowed or not self._cuts_prompts:
             return sys.maxsize
-        return min(group.chunk_blocks(group.window_blocks) for group in self._windowed) * self.block_size
+        return min(group.chunk_blocks(group.window_blocks) * group.block_size for group in self._windowed)
 
     def grow(
         self, writes: list[Write], behind_windows: Callable[[], Iterable[tuple[int, int]]] | None = None
@@ -177,25 +177,32 @@ class BlockManager:
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Shares all blocks of a sequence with a new one that has the same computed tokens."""
-        self.fork_prefix(parent_id, child_id, self.num_entries(parent_id))
+        num_blocks = self.num_entries(parent_id)
+        self._check_shareable(parent_id, num_blocks)
+        self._share(parent_id, child_id, num_blocks)
 
     def fork_prefix(self, parent_id: int, child_id: int, num_blocks: int) -> bool:
         """Shares the first ``num_blocks`` blocks of a sequence with a new one that has the same tokens in them.
 
         False, and nothing is changed, if blocks that the child would read are freed: outside the parent's window.
         """
+        self._check_shareable(parent_id, num_blocks)
+        if not all(num_blocks == 0 or group.holds_window_at(parent_id, num_blocks) for group in self._windowed):
+            return False
+        self._share(parent_id, child_id, num_blocks)
+        return True
+
+    def _check_shareable(self, parent_id: int, num_blocks: int) -> None:
         if self.is_swapped(parent_id):
             raise ValueError(f"sequence {parent_id} is swapped out and cannot share blocks; swap it in first")
         if num_blocks > (held := self.num_entries(parent_id)):
             raise ValueError(f"sequence {parent_id} holds {held} blocks and cannot share {num_blocks}")
-        if num_blocks == 0:
-            return True
-        if not all(group.holds_window_at(parent_id, num_blocks) for group in self._windowed):
-            return False
-        for group in self.groups:
-            group.share(parent_id, child_id, num_blocks)
-        self.prefixes.fork(parent_id, child_id, num_blocks)
-        return True
+
+    def _share(self, parent_id: int, child_id: int, num_blocks: int) -> None:
+        if num_blocks:
+            for group in self.groups:
+                group.share(parent_id, child_id, num_blocks)
+            self.prefixes.fork(parent_id, child_id, num_blocks)
 
     def is_swapped(self, seq_id: int) -> bool:
         return seq_id in self._first.on_host.by_id
@@ -326,11 +333,13 @@ class PinnedPrefixes:
         chain = self._prefixes.chain(token_ids, context)
         chain.extend(token_ids, -(-len(token_ids) // chain.block_size))  # with the last block, even if partly filled
         may_register = self._prefixes.may_register(seq_id)
-        if not (may_register and all(group.can_pin(chain, seq_id, len(token_ids)) for group in self._groups)):
+        step = max((group.block_size for group in self._groups), default=1)
+        full = len(token_ids) // step * step
+        if not (may_register and all(group.can_pin(chain, seq_id, full) for group in self._groups)):
             return AllocStatus.LATER
         if name in self._blocks:
             raise ValueError(f"a prefix {name!r} is pinned already")
-        self._blocks[name] = [group.pin(chain, seq_id, token_ids) for group in self._groups]
+        self._blocks[name] = [group.pin(chain, seq_id, token_ids, full) for group in self._groups]
         if all(group.could_hold(beside, num_seqs=1) for group in self._groups):
             return AllocStatus.OK
         self.remove(name)

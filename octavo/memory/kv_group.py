@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.config.kv_spec import GroupBlocks, max_window_seqs, window_blocks
+from octavo.core.errors import ConfigError
 from octavo.core.garbage import exclude_from_gc
 from octavo.core.plan import TableChange
 from octavo.core.stats import GroupState
@@ -65,6 +66,11 @@ class KVGroup:
     In a group with an attention window, blocks that no later token reads are freed and their entries become
     ``NO_BLOCK``, so tables of all groups are indexed and grow alike.
 
+    A group of recurrent states has larger blocks, a multiple of the others. A block is the state after its last token
+    that is computed: the next token reads it and writes the next state there or, if the block is full, into a new one.
+    So a full block is a checkpoint, which the prefix cache keeps under the content before it, and the group is one with
+    a window of two tokens. It differs in that a state cannot be cut back to fewer tokens.
+
     Invariants: a sequence has its table on the device or on the host, not both. The block that its next token is
     written into is in one table only and not in the prefix cache. Tables, pins and pending moves hold references.
     """
@@ -83,15 +89,22 @@ class KVGroup:
         cuts_prompts: bool = True,
     ) -> None:
         """``first_block`` and ``first_host_block`` are the first ids; the rest as in ``BlockManager``."""
-        self.number, self.block_size = number, block_size
+        self.number, self.has_states = number, blocks.state_tokens is not None
+        #: Tokens of a block of this group, and the others' blocks that are as long.
+        self.block_size = blocks.state_tokens or block_size
+        self.ratio, rest = divmod(self.block_size, block_size)
+        if rest:
+            raise ConfigError(f"checkpoints of states every {self.block_size} tokens are no multiple of {block_size}")
         self.block_bytes, self.window = blocks.block_bytes, blocks.window
         #: Blocks of one sequence's window.
-        self.window_blocks = 0 if blocks.window is None else window_blocks(blocks.window, block_size)
+        self.window_blocks = 0 if blocks.window is None else window_blocks(blocks.window, self.block_size)
         self.watermark_blocks = math.ceil(watermark * blocks.num_blocks)
         self.device = BlockPool(blocks.num_blocks, first_block)
         self.host = BlockPool(blocks.num_host_blocks, first_host_block)
         self.moves = PendingMoves(self.device, self.host)
-        self.cache = PrefixCache(self.device, self.host, self.moves, self.window, host_cache=host_cache)
+        self.cache = PrefixCache(
+            self.device, self.host, self.moves, self.window, self.ratio, self.has_states, host_cache=host_cache
+        )
         self.on_device, self.on_host = BlockTables(self.device), BlockTables(self.host)
         self.tables = self.on_device.by_id
         self._max_num_batched_tokens, self._cuts_prompts = max_num_batched_tokens, cuts_prompts
@@ -198,9 +211,12 @@ class KVGroup:
         return demand, avoidable_copies
 
     def free_outside_window(self, seq_id: int, num_computed: int, max_blocks: int) -> None:
-        """Frees those of the first ``max_blocks`` blocks that no token from position ``num_computed`` on reads."""
+        """Frees those of the first ``max_blocks`` blocks that no token from position ``num_computed`` on reads.
+
+        ``max_blocks`` counts blocks of groups without states.
+        """
         table = self.tables.get(seq_id, _NO_BLOCKS)
-        end = start = min(first_block_read(num_computed, self.window, self.block_size), max_blocks)
+        end = start = min(first_block_read(num_computed, self.window, self.block_size), max_blocks // self.ratio)
         while start > 0 and table[start - 1] != NO_BLOCK:
             start -= 1
         if start < end:
@@ -228,13 +244,20 @@ class KVGroup:
         return len(table) - num_freed(table)
 
     def holds_window_at(self, seq_id: int, num_blocks: int) -> bool:
-        """Whether a sequence still has the blocks that the token after its first ``num_blocks`` blocks reads."""
-        start = first_block_read(num_blocks * self.block_size, self.window, self.block_size)
-        return start >= num_blocks or self.tables[seq_id][start] != NO_BLOCK
+        """Whether a sequence still has the blocks that the token after its first ``num_blocks`` blocks reads.
+
+        The blocks are those of groups without states; all their tokens are computed, and perhaps more.
+        """
+        whole, rest = divmod(num_blocks, self.ratio)
+        if rest:
+            return False
+        start = first_block_read(whole * self.block_size, self.window, self.block_size)
+        return start >= whole or self.tables[seq_id][start] != NO_BLOCK
 
     def share(self, parent_id: int, child_id: int, num_blocks: int) -> None:
+        """``num_blocks`` counts blocks of groups without states."""
         table = self.new_table(child_id)
-        table.extend(self.tables[parent_id][:num_blocks])
+        table.extend(self.tables[parent_id][: -(-num_blocks // self.ratio)])
         self.device.share(held_blocks(table))
 
     def shrink(self, seq_id: int, num_tokens: int) -> None:
@@ -243,24 +266,26 @@ class KVGroup:
             self.device.release(table[kept:])
             del table[kept:]
 
-    def can_pin(self, chain: PrefixChain, seq_id: int, num_tokens: int) -> bool:
+    def can_pin(self, chain: PrefixChain, seq_id: int, full: int) -> bool:
         """Whether the sequence still has the blocks to pin, or the prefix cache has those outside its window."""
         table = self.tables[seq_id]
-        find = self.cache.on_device.find
-        return all(table[i] != NO_BLOCK or find(chain.digests[i + 1]) for i in self._pinned(chain, num_tokens))
+        find, digest = self.cache.on_device.find, self.cache.digest
+        return all(table[i] != NO_BLOCK or find(digest(chain, i)) for i in self._pinned(chain, full))
 
-    def pin(self, chain: PrefixChain, seq_id: int, token_ids: list[int]) -> list[int]:
-        """Pins in the prefix cache the blocks that a token after these reads; returns them."""
+    def pin(self, chain: PrefixChain, seq_id: int, token_ids: list[int], full: int) -> list[int]:
+        """Pins in the prefix cache the blocks that a token after these reads; returns them.
+
+        A look-up matches the first ``full`` tokens in full blocks of every group, and then the block after them.
+        """
         table, size = self.tables[seq_id], self.block_size
         return [
             self.cache.pin(chain, index, table[index], chain.content(token_ids, index * size, index * size + size))
-            for index in self._pinned(chain, len(token_ids))
+            for index in self._pinned(chain, full)
         ]
 
-    def _pinned(self, chain: PrefixChain, num_tokens: int) -> range:
-        # A look-up matches the full blocks first, and then the block after them: it needs the window at their end.
-        full = num_tokens // self.block_size * self.block_size
-        return range(first_block_read(full, self.window, self.block_size), len(chain))
+    def _pinned(self, chain: PrefixChain, full: int) -> range:
+        end = full // self.block_size if self.has_states else len(chain)  # a state is no use before its last token
+        return range(first_block_read(full, self.window, self.block_size), end)
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
         blocks = self.on_device.distinct_blocks(seq_ids)

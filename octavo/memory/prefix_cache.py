@@ -116,9 +116,12 @@ class SequencePrefixes:
             if index + 1 == len(chain.digests):
                 chain.add(token_ids, content)
             for group in self._groups:
-                block = group.tables[seq_id][index]
+                own, rest = divmod(index + 1, group.ratio)
+                if rest:
+                    continue  # within the tokens of a state's checkpoint
+                block = group.tables[seq_id][own - 1]
                 if block != NO_BLOCK:  # else it is freed already
-                    group.cache.add(chain, index, block, content)
+                    group.cache.add(chain, own - 1, block, content)
             registration.count = index + 1
 
     def num_registered(self, seq_id: int) -> int:
@@ -178,14 +181,16 @@ def find_match(caches: Sequence[PrefixCache], token_ids: list[int], chain: Prefi
     """The longest prefix of ``token_ids``, without the last token, that is cached in all groups."""
     size, usable = chain.block_size, len(token_ids) - 1
     hits = [caches[0].find_prefix(chain, min(usable // size, len(chain)))]
-    end = len(hits[0])
+    end = len(hits[0]) * caches[0].ratio
     while len(caches) > 1:  # a shorter prefix has other blocks in its window
         hits = [cache.find_prefix(chain, end) for cache in caches]
-        shortest = min(map(len, hits))
+        shortest = min(len(found) * cache.ratio for found, cache in zip(hits, caches, strict=True))
         if shortest == end:
             break
         end = shortest
     start = end * size
+    if any(cache.has_states for cache in caches):  # there is no state in the middle of a block
+        return PrefixMatch(start, len(token_ids), hits, end, chain)
     content = positions(chain.content(token_ids, start, min(start + size, usable)))
     others = caches[1:]
     partial, count = caches[0].find_partial(chain, end, content, lambda d: all(cache.find(d) for cache in others))
@@ -212,8 +217,18 @@ class PrefixCache:
     """
 
     def __init__(
-        self, device: BlockPool, host: BlockPool, moves: PendingMoves, window: int | None, *, host_cache: bool
+        self,
+        device: BlockPool,
+        host: BlockPool,
+        moves: PendingMoves,
+        window: int | None,
+        ratio: int = 1,
+        has_states: bool = False,
+        *,
+        host_cache: bool,
     ) -> None:
+        """``ratio`` and ``has_states`` as in ``KVGroup``."""
+        self.ratio, self.has_states = ratio, has_states
         self._device, self._host, self._moves = device, host, moves
         self._window, self._host_cache = window, host_cache
         #: Cached content on the device; a block that it forgets may be written.
@@ -253,7 +268,12 @@ class PrefixCache:
 
     def add(self, chain: PrefixChain, index: int, block: int, content: Content) -> None:
         """Adds a computed block as block ``index`` of the chain, unless its content is cached already."""
-        self.on_device.add(KnownBlock(self._device, block, chain.digests[index + 1], chain.digests[index], content))
+        digest, parent = self.digest(chain, index), self.digest(chain, index - 1)
+        self.on_device.add(KnownBlock(self._device, block, digest, parent, content))
+
+    def digest(self, chain: PrefixChain, index: int) -> bytes:
+        """The digest of the content up to the end of block ``index`` of this group."""
+        return chain.digests[(index + 1) * self.ratio]
 
     def pin(self, chain: PrefixChain, index: int, block: int, content: Content) -> int:
         """Adds a computed block and pins it; returns the pinned block.
@@ -261,7 +281,7 @@ class PrefixCache:
         That is another one with this content if it is pinned already, or if ``block`` is ``NO_BLOCK``; otherwise an
         unpinned one gives way, as a step in flight may still have to move its content there.
         """
-        cached = self.on_device.find(chain.digests[index + 1])
+        cached = self.on_device.find(self.digest(chain, index))
         if cached is not None and (block == NO_BLOCK or self._device.is_pinned(cached.block)):
             block = cached.block
         elif cached is not None and cached.block != block:
@@ -294,11 +314,12 @@ class PrefixCache:
         return hits
 
     def _find_window(self, chain: PrefixChain, max_blocks: int) -> list[KnownBlock | None]:
-        end = index = max_blocks
+        end = index = max_blocks // self.ratio
+        size = chain.block_size * self.ratio
         hits: list[KnownBlock | None] = []  # last first
-        while index > first_block_read(end * chain.block_size, self._window, chain.block_size):
+        while index > first_block_read(end * size, self._window, size):
             index -= 1
-            hit = self.find(chain.digests[index + 1])
+            hit = self.find(self.digest(chain, index))
             if hit is not None:
                 hits.append(hit)
             else:  # every prefix that ends after this block, up to ``end``, would read it

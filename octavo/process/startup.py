@@ -103,6 +103,8 @@ class StartupFacts:
             f"{group.num_blocks} for all tokens ({group.num_blocks * size} tokens)"
             if group.window is None
             else f"{group.num_blocks} for windows of {group.window} tokens"
+            if group.state_tokens is None
+            else f"{group.num_blocks} recurrent states"
             for group in self.groups
         )
         return f"{memory} in blocks of {size} tokens, {' and '.join(kinds)}"

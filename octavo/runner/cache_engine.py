@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.config.kv_spec import KVSpec, LayerGroup, group_layers
+from octavo.config.kv_spec import GroupShape, KVSpec, LayerGroup, group_layers
 from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan
 from octavo.kernels.interface import Kernels, LayerCache
@@ -39,7 +39,7 @@ class CacheEngine:
     def __init__(self, layers: KVLayers, num_blocks: Sequence[int], num_host_blocks: Sequence[int]) -> None:
         """Allocates all blocks; their numbers are by group."""
         self._layers, self._kernels = layers, layers.kernels
-        self._block_bytes = [size for size, _ in layers.group_bytes()]
+        self._block_bytes = [shape.block_bytes for shape in layers.shapes()]
         self._blocks, self._host_blocks = num_blocks, num_host_blocks
         #: The number that plans give each group's first block.
         self._first = [0, *itertools.accumulate(num_blocks)][:-1]
@@ -166,11 +166,14 @@ class KVLayers:
         block_size: int,
         drafter: Sequence[KVSpec] = (),
         workspace: Workspace | None = None,
+        state_tokens: int | None = None,
     ) -> None:
         """``groups``: of the network's layers on this rank; ``drafter``: of each layer of the drafter.
 
-        ``workspace``: of an encoder, which has no groups, or the groups of its decoder.
+        ``workspace``: of an encoder, which has no groups, or the groups of its decoder. ``state_tokens``: see
+        ``GroupShape``.
         """
+        self._state_tokens = state_tokens
         self.kernels, self.groups, self._block_size = kernels, list(groups), block_size
         self._drafter = find_groups(drafter, [group.spec.window for group in groups])
         self._workspace = workspace
@@ -178,13 +181,19 @@ class KVLayers:
         if not groups and workspace is not None:
             self._num_layers = workspace.num_layers
 
-    def group_bytes(self) -> list[tuple[int, int | None]]:
-        """For each group: bytes of a block in all its layers, the drafter's too; and its window."""
-        sizes = zip(self.groups, self._drafter_bytes(), strict=True)
-        return [(self._size(group) + drafts, group.spec.window) for group, drafts in sizes]
+    def shapes(self) -> list[GroupShape]:
+        """The groups, with the bytes of a block in all their layers, the drafter's too."""
+        return [
+            GroupShape(
+                self._size(group) + drafts,
+                group.spec.window,
+                self._state_tokens if group.spec.kind == "state" else None,
+            )
+            for group, drafts in zip(self.groups, self._drafter_bytes(), strict=True)
+        ]
 
     def block_bytes(self) -> int:
-        return sum(size for size, _ in self.group_bytes())
+        return sum(shape.block_bytes for shape in self.shapes())
 
     def drafter_share(self) -> float:
         return sum(self._drafter_bytes()) / self.block_bytes()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.config.engine_config import EngineConfig
-from octavo.config.kv_spec import KVLayout
+from octavo.config.kv_spec import GroupShape, KVLayout
 from octavo.core.errors import InsufficientMemoryError
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import NewSequence
@@ -46,8 +46,8 @@ class CacheSizing:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
 
-    def kv_groups(self) -> list[tuple[int, int | None]]:
-        return self._loaded.layers.group_bytes()
+    def kv_groups(self) -> list[GroupShape]:
+        return self._loaded.layers.shapes()
 
     def cache_size(self, max_model_len: int, max_num_batched_tokens: int) -> tuple[int, list[int]]:
         """Tokens of the longest sequence, and blocks of each KV group, for which there is memory now.
@@ -186,7 +186,7 @@ def num_host_blocks(
     ``device_blocks``: of each group, if the device has memory of its own.
     """
     if not options.moves_blocks_to_host:
-        return [0] * len(layout.windows)
+        return [0] * len(layout.groups)
     if (override := options.num_host_blocks_override) is not None:
         beside = "the weights and the largest step"
         return _override("num_host_blocks_override", override, layout, max_model_len, free, beside)
@@ -206,7 +206,7 @@ def num_host_blocks(
 def _override(option: str, num_blocks: int, layout: KVLayout, max_model_len: int, free: int, beside: str) -> list[int]:
     """Divides the memory of ``num_blocks`` blocks of each KV group among the groups."""
     counts, num_bytes = [num_blocks], num_blocks * sum(layout.block_bytes)
-    if len(layout.windows) > 1:
+    if len(layout.groups) > 1:
         counts = layout.split(num_bytes, layout.longest(num_bytes, max_model_len), limited=False)
     needed, free = layout.size(counts), max(0, free)
     if needed > free:
@@ -247,7 +247,9 @@ def cache_size(
     beside = "the weights, the largest step" + (" and the swap space" if total is None else "")
     whole = free if total is None else total
     budget = int(share * whole) - (whole - free)
-    if options.max_model_len is None and None not in layout.windows:  # windows alone set no limit
+    if options.max_model_len is None and all(
+        group.window is not None for group in layout.groups
+    ):  # windows alone set no limit
         max_model_len = min(max_model_len, _LONGEST_CONTEXT)
     if (override := options.num_gpu_blocks_override) is not None:
         longest = layout.longest(override * sum(layout.block_bytes), max_model_len)
@@ -278,7 +280,7 @@ def cache_size(
 
 def _positions(layout: KVLayout, budget: int, max_model_len: int, position_bytes: int) -> int:
     """Tokens of the longest sequence that the budget holds, its rows in the tables of positions included."""
-    kept = sum(size for size, window in zip(layout.block_bytes, layout.windows, strict=True) if window is None)
+    kept = sum(group.block_bytes for group in layout.groups if group.window is None)
     if not kept:  # with windows alone, the KV cache of a sequence is bounded: half of the budget at most for the tables
         budget //= 2
     return max(0, min(max_model_len, budget // (kept // layout.block_size + position_bytes or 1)))

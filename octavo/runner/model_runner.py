@@ -50,7 +50,7 @@ class ModelRunner:
         self._device, self._kernels = loaded.device, loaded.kernels
         self._max_model_len, options, layers = max_model_len, loaded.options, loaded.layers
         with loaded.mode():
-            sizes = [size for size, _ in layers.group_bytes()]
+            sizes = [shape.block_bytes for shape in layers.shapes()]
             with loaded.timed("KV cache"):
                 self._cache = loaded.device.cache_engine(layers, num_blocks, num_host_blocks)
             self._cache_bytes = int(np.dot(num_blocks, sizes)), int(np.dot(num_host_blocks, sizes))

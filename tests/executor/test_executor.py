@@ -12,6 +12,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.config.engine_config import make_config
+from octavo.config.kv_spec import GroupShape
 from octavo.core.errors import EngineDeadError, InsufficientMemoryError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
@@ -34,8 +35,8 @@ class Worker:
             raise InsufficientMemoryError("no memory")
         return min(max_model_len, self.blocks * 4), [self.blocks]
 
-    def kv_groups(self) -> list[tuple[int, int | None]]:
-        return [(4096, None)]
+    def kv_groups(self) -> list[GroupShape]:
+        return [GroupShape(4096)]
 
     def num_host_blocks(self, max_model_len: int, max_num_batched_tokens: int) -> list[int]:
         return [self.host_blocks]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.config.kv_spec import GroupBlocks, KVLayout, window_blocks
+from octavo.config.kv_spec import GroupBlocks, GroupShape, KVLayout, window_blocks
 from octavo.core.errors import ConfigError
 from octavo.core.plan import TableChange
 from octavo.memory.block_manager import BlockManager
@@ -202,7 +202,7 @@ def test_a_prefix_ends_where_a_group_has_lost_what_is_read_next() -> None:
 
 
 def layout(block_bytes: list[int], windows: list[int | None], seqs: int = 2, **options: bool) -> KVLayout:
-    return KVLayout(block_bytes, windows, 4, seqs, 8, **options)
+    return KVLayout([*map(GroupShape, block_bytes, windows)], 4, seqs, 8, **options)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 99, 100, 12345])
@@ -235,7 +235,7 @@ def at_once(blocks: list[int], held: list[int]) -> float:
 def test_short_and_long_sequences_lose_the_same_share_of_those_that_fit(windowed_layers: int) -> None:
     """One full layer and others with a window, in less memory than all windows take; blocks of 4 tokens."""
     sizes, windows, whole = [100, 100 * windowed_layers], [None, 6], 2500
-    mix = KVLayout(sizes, windows, 4, max_num_seqs=10**6, max_num_batched_tokens=8)
+    mix = KVLayout([*map(GroupShape, sizes, windows)], 4, max_num_seqs=10**6, max_num_batched_tokens=8)
     memory = 10**8
     blocks = mix.split(memory, 4 * whole)
     shares = []

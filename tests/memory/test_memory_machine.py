@@ -41,8 +41,9 @@ FEATURES = [
     [FeatureSpan(2, 3, b"b")],
     [FeatureSpan(0, 1, b"a"), FeatureSpan(5, 2, b"b")],
 ]
-#: For each group its window, and by how many blocks it is smaller than the first one.
-GROUPS: list[list[tuple[int | None, int]]] = [
+#: For each group its window, and by how many blocks it is smaller than the first one; of states also how many blocks of
+#: others a block is as long as.
+GROUPS: list[list[tuple[int | None, int] | tuple[int | None, int, int]]] = [
     [(None, 0)],
     [(None, 0)],
     [(None, 0), (3, 1)],
@@ -51,6 +52,10 @@ GROUPS: list[list[tuple[int | None, int]]] = [
     [(4, 0)],
     [(5, 2), (2, 3)],
     [(None, 0), (4, 3), (2, 4)],
+    [(None, 0), (2, 2, 2)],
+    [(None, 0), (2, 1, 3)],
+    [(None, 0), (4, 2), (2, 3, 2)],
+    [(2, 0, 1)],
 ]
 PICK = st.integers(0, MAX_SEQUENCES - 1)
 PICKS = st.lists(PICK, min_size=1, max_size=4)
@@ -123,9 +128,12 @@ class MemoryMachine(RuleBasedStateMachine):
         num_host_blocks: int,
         prefix_caching: bool,
         host_cache: bool,
-        groups: list[tuple[int | None, int]],
+        groups: list[tuple[int | None, int] | tuple[int | None, int, int]],
     ) -> None:
-        sizes = [GroupBlocks(max(2, num_blocks - less), num_host_blocks, window) for window, less in groups]
+        sizes = [
+            GroupBlocks(max(2, num_blocks - less), num_host_blocks, window, state_tokens=ratio and ratio * block_size)
+            for window, less, ratio in ((*group, None)[:3] for group in groups)
+        ]
         self.manager = BlockManager(
             sizes,
             block_size,
@@ -167,6 +175,20 @@ class MemoryMachine(RuleBasedStateMachine):
     def available(self) -> list[int]:
         return [group.device.num_available for group in self.manager.groups]
 
+    def cell(self, group: int, position: int) -> tuple[int, int]:
+        """Index in the table, and place in the block, of an entry; a state is that of its last token."""
+        kv_group = self.manager.groups[group]
+        index, offset = divmod(position, kv_group.block_size)
+        return index, 0 if kv_group.has_states else offset
+
+    def table_lens(self, num_tokens: int) -> list[int]:
+        return [-(-num_tokens // group.block_size) for group in self.manager.groups]
+
+    def cached_length(self, count: int) -> int:
+        """Of so many tokens, those before the last state that the prefix cache may have."""
+        step = max((group.block_size for group in self.manager.groups if group.has_states), default=1)
+        return count // step * step
+
     def first_read(self, group: int, computed: int) -> int:
         """The first position that is read when more than the computed tokens are."""
         window = self.manager.groups[group].window
@@ -200,7 +222,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.manager.prefixes.adopt(sequence.seq_id, found)
         assert self.available() == [room - cost for cost, room in zip(costs, available, strict=True)]
         sequence.tables = [c.blocks for c in self.manager.tables(sequence.seq_id)]
-        assert {len(t) for t in sequence.tables} == {self.manager.blocks_for(found.num_tokens)}
+        assert [*map(len, sequence.tables)] == self.table_lens(found.num_tokens)
         sequence.arrives = True
 
     @rule(name=st.sampled_from("pq"), blocks=st.integers(1, 3))
@@ -243,7 +265,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.sequences[change.seq_id].tables[change.group][change.index :] = change.blocks
             for seq_id, _, stop in writes:
                 sequence = self.sequences[seq_id]
-                assert {len(t) for t in sequence.tables} == {self.manager.blocks_for(stop)}
+                assert [*map(len, sequence.tables)] == self.table_lens(stop)
                 sequence.after, sequence.writes = stop, True
         for number, kv_group in enumerate(self.manager.groups):
             want = min(needed[number], before[number]) if changes is not None else 0
@@ -253,7 +275,8 @@ class MemoryMachine(RuleBasedStateMachine):
             holders = self.holders(number)
             for seq_id, computed, _ in writes:
                 self.check_window(seq_id, computed, number)
-                for block in self.sequences[seq_id].tables[number][computed // self.block_size :] if changes else ():
+                written = self.sequences[seq_id].tables[number][computed // kv_group.block_size :]
+                for block in written if changes else ():
                     assert holders[block] == 1
                     assert not kv_group.device.is_kept(block)
 
@@ -266,7 +289,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for number, group in enumerate(self.manager.groups):
             assert group.device.num_available >= before[number]
             for sequence in running:
-                first = self.first_read(number, sequence.computed) // self.block_size
+                first = self.first_read(number, sequence.computed) // group.block_size
                 table = group.tables.get(sequence.seq_id, [])
                 assert set(table[:first]) <= {NO_BLOCK} and NO_BLOCK not in table[first:]
                 if group.window is not None and sequence.after is None:
@@ -311,7 +334,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def check_window(self, seq_id: int, computed: int, group: int) -> None:
         """Blocks outside the window are freed, at the latest when they are registered in the prefix cache."""
         table = self.manager.groups[group].tables.get(seq_id, [])
-        left = self.first_read(group, computed) // self.block_size
+        left = self.first_read(group, computed) // self.manager.groups[group].block_size
         assert NO_BLOCK not in table[left:]
         if not self.prefix_caching:
             assert set(table[:left]) <= {NO_BLOCK}
@@ -324,8 +347,8 @@ class MemoryMachine(RuleBasedStateMachine):
         expected = 0
         for seq_id, computed, stop in writes:
             table = self.sequences[seq_id].tables[group]
-            expected += self.manager.blocks_for(stop) - len(table)
-            writers.update(table[computed // self.block_size :][:1])
+            expected += self.table_lens(stop)[group] - len(table)
+            writers.update(table[computed // self.manager.groups[group].block_size :][:1])
         expected += sum(min(count, holders[block] - 1) for block, count in writers.items())
         known = sum(self.manager.groups[group].device.is_kept(block) for block in writers)
         assert expected <= needed <= expected + known
@@ -366,12 +389,15 @@ class MemoryMachine(RuleBasedStateMachine):
             computed = count * self.block_size
             child = self.new(parent.salt, [*parent.token_ids[:computed], *more], parent.features, computed)
             if self.manager.fork_prefix(parent.seq_id, child.seq_id, count):
-                child.tables = [t[:count] for t in parent.tables]
+                child.tables = [t[:n] for t, n in zip(parent.tables, self.table_lens(computed), strict=True)]
                 child.arrives = parent.arrives
                 continue
             child.computed = 0
-            assert any(
-                NO_BLOCK in group.tables[parent.seq_id][self.first_read(number, computed) // self.block_size : count]
+            assert computed != self.cached_length(computed) or any(
+                NO_BLOCK
+                in group.tables[parent.seq_id][
+                    self.first_read(number, computed) // group.block_size : computed // group.block_size
+                ]
                 for number, group in enumerate(self.manager.groups)
             )
 
@@ -437,7 +463,8 @@ class MemoryMachine(RuleBasedStateMachine):
             count = sequence.computed
             last, rest = divmod(count, self.block_size)
             # A prompt ends in a block of its own, as at least its last token is computed.
-            if rest and any(g.device.is_kept(g.tables[sequence.seq_id][last]) for g in self.manager.groups):
+            of_tokens = [g for g in self.manager.groups if not g.has_states]
+            if rest and any(g.device.is_kept(g.tables[sequence.seq_id][last]) for g in of_tokens):
                 count -= rest
             if not count:
                 continue
@@ -458,7 +485,10 @@ class MemoryMachine(RuleBasedStateMachine):
             and sequence.computed > 0
             and sequence.after is None
             and not (sequence.swapped or sequence.arrives or sequence.features)
-            and all(g.window is None or g.holds_window_at(sequence.seq_id, count) for g in self.manager.groups)
+            and all(
+                g.window is None or g.has_states or g.holds_window_at(sequence.seq_id, count)
+                for g in self.manager.groups
+            )
         )
 
     @rule(really=st.integers(0, 9))
@@ -470,12 +500,13 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(probe=TOKENS, salt=SALTS, features=st.sampled_from(FEATURES), register=st.sampled_from([True, True, False]))
     def step(self, probe: list[int], salt: str, features: list[FeatureSpan], register: bool) -> None:
         self.worker.move(self.manager.take_moves())
+        self.check_contents(before=True)
         for sequence in self.sequences.values():
             if sequence.writes:
                 assert sequence.after is not None
                 for position in range(sequence.computed, sequence.after):
-                    index, offset = divmod(position, self.block_size)
                     for group, table in enumerate(sequence.tables):
+                        index, offset = self.cell(group, position)
                         self.worker.device[table[index]][offset] = sequence.entry(group, position)
         self.check_contents()  # what the tokens of this step read, too
         for sequence in self.sequences.values():
@@ -494,12 +525,17 @@ class MemoryMachine(RuleBasedStateMachine):
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
-    def check_contents(self) -> None:
+    def check_contents(self, *, before: bool = False) -> None:
+        """``before``: a step writes, which changes the state that it goes on from."""
         for sequence in self.sequences.values():
             if not sequence.swapped:
                 for group, table in enumerate(sequence.tables):
-                    for position in range(self.first_read(group, sequence.computed), sequence.computed):
-                        index, offset = divmod(position, self.block_size)
+                    kv_group, end = self.manager.groups[group], sequence.computed
+                    positions = [*range(self.first_read(group, end), end)]
+                    if kv_group.has_states and not before and sequence.after is not None:
+                        positions = [sequence.after - 1, *(positions if end % kv_group.block_size == 0 else [])]
+                    for position in positions:
+                        index, offset = self.cell(group, position)
                         assert self.worker.device[table[index]][offset] == sequence.entry(group, position)
 
     def check_references(self) -> None:
@@ -519,12 +555,16 @@ class MemoryMachine(RuleBasedStateMachine):
         """A pinned prefix is found whole, on the device, with its own contents."""
         for name, prefix in self.pinned.items():
             found = self.look_up([*prefix.token_ids, 2], prefix.salt, [])
-            assert found.num_tokens == prefix.computed
+            assert found.num_tokens == self.cached_length(prefix.computed)
             for group, hits in zip(self.manager.groups, found.hits, strict=True):
                 blocks = [hit.block for hit in hits if hit is not None]
                 pinned = self.manager.pinned._blocks[name][group.number]
-                full = len(pinned) - (prefix.computed % self.block_size > 0)
-                assert blocks[-len(pinned) :][:full] == pinned[:full]  # its end may be found in another block, too
+                if found.num_tokens < prefix.computed and not group.has_states:
+                    continue  # found up to a state only
+                full = len(pinned) - (prefix.computed % self.block_size > 0 and not group.has_states)
+                assert (
+                    not full or blocks[-len(pinned) :][:full] == pinned[:full]
+                )  # its end may be in another block, too
             self.check_cached([*prefix.token_ids, 2], prefix.salt, [])
 
     def check_cached(self, token_ids: list[int], salt: str, features: list[FeatureSpan]) -> None:
@@ -533,7 +573,7 @@ class MemoryMachine(RuleBasedStateMachine):
         found = self.look_up(token_ids, salt, wanted.features)
         for number, group in enumerate(self.manager.groups):
             for position in range(self.first_read(number, found.num_tokens), found.num_tokens):
-                index, offset = divmod(position, self.block_size)
+                index, offset = self.cell(number, position)
                 hit = found.hits[number][index]
                 assert hit is not None
                 blocks = self.worker.device if hit.pool is group.device else self.worker.host
@@ -561,7 +601,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.manager.take_moves()
         assert self.manager.num_tables == 0
         assert all(group.device.num_used == group.host.num_used == 0 for group in self.manager.groups)
-        assert not self.pinned or self.manager.state.pinned > 0
+        lengths = [self.cached_length(prefix.computed) for prefix in self.pinned.values()]
+        assert not any(lengths) or self.manager.state.pinned > 0
         self.manager.pinned.clear()
         self.manager.reset_prefix_cache()
         for group in self.manager.groups:

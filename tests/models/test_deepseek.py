@@ -104,7 +104,7 @@ def test_latent_blocks_are_swapped_shared_and_half_as_large(save_model: Any, tmp
     save_model(v3(), change=with_biases)
     options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 4, "max_model_len": 64}
     alone = LLM(str(tmp_path), **options, num_gpu_blocks_override=100, enable_prefix_caching=False)
-    [(block_bytes, _)] = alone.llm_engine.core.executor.kv_groups()
+    [(block_bytes, _, _)] = alone.llm_engine.core.executor.kv_groups()
     assert block_bytes == 3 * 4 * 4 * 32  # layers, tokens, bytes, and 24 + 8 numbers, which need no padding
     wanted = [answers(alone, [prompt])[0] for prompt in PROMPTS]
     tight = LLM(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from octavo.config.kv_spec import GroupBlocks, KVLayout, KVSpec, group_layers
+from octavo.config.kv_spec import GroupBlocks, GroupShape, KVLayout, KVSpec, group_layers
 from octavo.config.options import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, Generate
 from octavo.core.sampling_params import SamplingParams
@@ -76,7 +76,7 @@ def _run(
     longest = max(prompt + output for prompt, output in lengths)
     sizes, windows = zip(*split, strict=True)
     budget = _OPTIONS.token_budget
-    layout = KVLayout(sizes, windows, _BLOCK, _OPTIONS.max_num_seqs, budget)
+    layout = KVLayout([*map(GroupShape, sizes, windows)], _BLOCK, _OPTIONS.max_num_seqs, budget)
     counts = layout.split(cache_bytes, longest)
     blocks = BlockManager(
         [GroupBlocks(n, window=w, block_bytes=b) for n, b, w in zip(counts, sizes, windows, strict=True)],
