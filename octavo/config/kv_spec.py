@@ -50,17 +50,18 @@ class KVSpec:
 
     @property
     def vectors(self) -> int:
-        """Vectors of a token for each head: a key and a value, or a latent one."""
-        return {"none": 0, "latent": 1, "state": 0}.get(self.kind, 2)
+        """Vectors of a token for each head: a key and a value, or a latent one; of a block if it is a state."""
+        return {"none": 0, "latent": 1, "state": 1}.get(self.kind, 2)
 
-    @property
-    def bytes_per_sequence(self) -> int:
-        """Of a state, whatever the number of tokens."""
-        return int(self.num_kv_heads * self.head_dim * NUMBER_BYTES[self.dtype]) if self.kind == "state" else 0
+    def places(self, block_size: int) -> int:
+        """Of a block, for vectors: one for each token, or one for a state."""
+        return 1 if self.kind == "state" else block_size
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys, values and scales, without padding."""
+        """Keys, values and scales, without padding; a state takes no more with each token."""
+        if self.kind == "state":
+            return 0
         scale = _SCALE_BYTES if self.dtype in ("int8", "fp8") else 0
         return int(self.vectors * self.num_kv_heads * (self.head_dim * NUMBER_BYTES[self.dtype] + scale))
 

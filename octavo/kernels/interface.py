@@ -530,7 +530,7 @@ def _in_layer_order(
 ) -> list[LayerCache]:
     caches: dict[int, LayerCache] = {}
     for index, (group, count) in enumerate(zip(groups, blocks, strict=True)):
-        made = make(group.spec, len(group.layers), count, block_size)
+        made = make(group.spec, len(group.layers), count, group.spec.places(block_size))
         for layer, cache in zip(group.layers, made, strict=True):
             cache.group = index
             caches[layer] = cache

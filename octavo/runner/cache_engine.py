@@ -205,7 +205,7 @@ class KVLayers:
         return sizes
 
     def _size(self, group: LayerGroup) -> int:
-        return len(group.layers) * self.kernels.block_bytes(group.spec, self._block_size)
+        return len(group.layers) * self.kernels.block_bytes(group.spec, group.spec.places(self._block_size))
 
     def make(self, blocks: Sequence[int]) -> list[LayerCache]:
         """Caches on the device, with this number of blocks of each group: the network's layers, then the drafter's."""

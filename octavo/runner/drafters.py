@@ -8,7 +8,7 @@ tokens, or none; ``StepResult.num_drafts`` says how many there were.
 
 KV cache. A drafter's layers have caches of their own shape in the model's blocks: one block table addresses both, so
 allocation, prefix cache, copy-on-write, swaps and sleep are the model's, and a block is larger by the drafter's layers
-(``KVLayers.group_bytes``). Nothing that a drafter reads there decides an answer, so it may be missing or stale. A
+(``KVLayers.shapes``). Nothing that a drafter reads there decides an answer, so it may be missing or stale. A
 drafter may write where the step computes, and, for earlier positions, what belongs there: in shared blocks, all
 sequences that share them have the same tokens.
 

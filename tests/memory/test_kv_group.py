@@ -198,6 +198,31 @@ def test_a_prefix_ends_where_a_group_has_lost_what_is_read_next() -> None:
     assert manager.groups[0].cache.find(manager.prefixes.chain(prompt, "").digests[4]) is not None
 
 
+def test_a_prefix_ends_where_there_is_a_state() -> None:
+    """Blocks of 4 tokens, states after every 8."""
+    sizes = [GroupBlocks(20), GroupBlocks(8, window=2, state_tokens=8)]
+    blocks = BlockManager(sizes, 4, prefix_caching=True, max_num_batched_tokens=64)
+    tokens = list(range(30))
+
+    def match(count: int) -> int:
+        return blocks.prefixes.match(tokens[:count], blocks.prefixes.chain(tokens[:count], "")).num_tokens
+
+    assert blocks.grow([(0, 0, 21)]) is not None
+    blocks.take_moves()
+    blocks.prefixes.register(0, tokens, 21, "")
+    assert [match(count) for count in (30, 21, 17, 16, 9, 8)] == [16, 16, 16, 8, 8, 0]
+    assert [blocks.fork_prefix(0, child, child) for child in (1, 2, 3, 4, 5)] == [False, True, False, True, False]
+    assert [len(group.tables[2]) for group in blocks.groups] == [2, 1]
+    blocks.fork(0, 6)  # with the same tokens it shares the state in the middle of a block, until one of them goes on
+    (own,) = [change for change in blocks.grow([(6, 21, 22)]) or () if change.group == 1]
+    assert own.blocks != blocks.table(0, 1)[2:] and blocks.take_moves().copy
+
+
+def test_blocks_of_states_are_as_long_as_some_of_the_others() -> None:
+    with pytest.raises(ConfigError, match="6"):
+        BlockManager([GroupBlocks(4), GroupBlocks(4, window=2, state_tokens=6)], 4)
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +289,18 @@ def test_one_sequence_of_the_longest_length_fits(memory: int) -> None:
             assert longest == 4000 or mix.size(mix.held(longest + 4)) > memory, "no longer one does"
             if None not in windows:
                 assert longest == 4000
+
+
+@pytest.mark.parametrize("memory", [10_000, 77_777, 10**6])
+def test_one_sequence_of_the_longest_length_fits_with_its_states(memory: int) -> None:
+    mix = KVLayout([GroupShape(30), GroupShape(900, 2, 32)], 4, max_num_seqs=2, max_num_batched_tokens=8)
+    longest = mix.longest(memory, 4000)
+    counts = mix.split(memory, longest)
+    assert longest and mix.size(counts) <= memory
+    sizes = [GroupBlocks(counts[0]), GroupBlocks(counts[1], window=2, state_tokens=32)]
+    manager = BlockManager(sizes, 4, max_num_batched_tokens=8)
+    assert manager.can_allocate(manager.demand(manager.blocks_for(longest))) is AllocStatus.OK
+    assert counts[1] <= 2 * window_blocks(2, 32) + 1, "no more states than all sequences can use"
 
 
 @pytest.mark.parametrize("num_bytes", range(0, 6000, 77))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.config.kv_spec import KVSpec
+from octavo.config.kv_spec import GroupShape, KVSpec
 from octavo.core.plan import StepPlan
 from octavo.kernels import load_kernels
 from octavo.kernels.interface import Kernels, LayerCache
@@ -27,7 +27,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def layers_of(kernels: Kernels, caches: Callable[[Sequence[int]], list[LayerCache]], block_bytes: int) -> Any:
-    return SimpleNamespace(kernels=kernels, make=caches, make_host=caches, group_bytes=lambda: [(block_bytes, None)])
+    return SimpleNamespace(kernels=kernels, make=caches, make_host=caches, shapes=lambda: [GroupShape(block_bytes)])
 
 
 def make(kernels: Kernels, num_host_blocks: int = HOST_BLOCKS) -> CacheEngine:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from octavo.config.kv_spec import GroupShape
 from octavo.core.plan import StepPlan, TableChange
 from octavo.kernels.interface import LayerCache
 from octavo.kernels.torch_backend import PinnedSend
@@ -163,7 +164,7 @@ def make(cuda: FakeCuda) -> StreamedCacheEngine:
         return cast(list[LayerCache], [[0] * blocks[0]])
 
     layers: Any = SimpleNamespace(
-        kernels=FakeKernels(cuda), make=caches, make_host=caches, group_bytes=lambda: [(8, None)]
+        kernels=FakeKernels(cuda), make=caches, make_host=caches, shapes=lambda: [GroupShape(8)]
     )
     return StreamedCacheEngine(layers, [BLOCKS], [HOST_BLOCKS], cuda=cuda)
 
