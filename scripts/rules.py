@@ -70,7 +70,7 @@ ONLY = {
 #: The modules that may import torch, lazily or not: two backends of kernels, what a GPU needs of a worker, connections
 #: between machines, and what compares or profiles with torch.
 WITH_TORCH = re.compile(
-    r"octavo\.(kernels\.(reference|torch_\w+|triton\.\w+)|runner\.cuda"
+    r"octavo\.(kernels\.(reference|torch_\w+|triton\.\w+)|runner\.cuda|models\.transformers_model"
     r"|executor\.(uniproc|torch_connections)|lab\.bench\.gpu\w*|compat\.vllm\.(engines|helpers))"
 )
 
@@ -234,7 +234,7 @@ def torch_on_the_way() -> Iterator[str]:
 
 #: Code that nothing in the repository names: what libraries call, and classes that are found by their names.
 _CALLED_BY_NAME = re.compile(
-    r"__getattr__|__dir__|_|do_GET|log_message|load_history_strings|store_string|get_completions|create_module|pre_tokenize"
+    r"__getattr__|__dir__|_|do_GET|log_message|readinto|load_history_strings|store_string|get_completions|create_module|pre_tokenize"
     r"|\w+(ForCausalLM|ForConditionalGeneration|Model|MTModel)|\w*Preparer|PromptAdapters|process_call|decode_call|read_variables"
     r"|startup_profile|capture_signals|ImageProcessor|batch_decode|all_special_tokens|pad_token_id"
 )

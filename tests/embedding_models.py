@@ -80,3 +80,49 @@ def _write_modules(folder: Path) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content))
+
+
+def make_qwen3(folder: Path, *, base: bool, eos: bool = False) -> tuple[Any, Any]:
+    """Writes a Qwen3 that reads bytes, as Qwen publishes its models for vectors (``base``) and ranks.
+
+    A base model has no head, and is saved under the name of the language model. With ``eos`` the tokenizer ends texts
+    with a token. Returns the model of transformers and the tokenizer.
+    """
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    names = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), "no", "ye", "yes"]
+    vocab = {token: index for index, token in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("n", "o"), ("y", "e"), ("ye", "s")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if eos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+        )
+    tokenizer.add_special_tokens(special)
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=len(vocab),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+        eos_token_id=0,
+    )
+    kind: Any = transformers.Qwen3Model if base else transformers.Qwen3ForCausalLM
+    model = kind(config).eval()
+    model.save_pretrained(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"architectures": ["Qwen3ForCausalLM"]}))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    return model, tokenizer

@@ -148,6 +148,25 @@ def fp8(weight: NDArray[np.float32], block: tuple[int, int] | None, name: str, p
     return {"weight": stored, name: scales, "input_scale": torch.ones(1)}, values
 
 
+#: The values of e2m1 without a sign, by code.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def mxfp4(weight: NDArray[np.float32]) -> Packed:
+    """Blocks of 32 values with a power of two, as gpt-oss has them: names end with _blocks and _scales."""
+    n, k = weight.shape
+    groups = weight.astype(np.float64).reshape(n, k // 32, 32)
+    exponents = np.floor(np.log2(np.abs(groups).max(2))) - 2
+    scaled = groups / 2.0 ** exponents[..., None]
+    codes = np.abs(np.abs(scaled)[..., None] - E2M1).argmin(3)
+    values = np.sign(scaled) * E2M1[codes] * 2.0 ** exponents[..., None]
+    codes |= (scaled < 0) << 3
+    pairs = codes.reshape(n, k // 32, 16, 2)
+    blocks = (pairs[..., 0] | pairs[..., 1] << 4).astype(np.uint8)
+    scales = (exponents + 127).astype(np.uint8)
+    return {"_blocks": torch.from_numpy(blocks), "_scales": torch.from_numpy(scales)}, values.reshape(n, k)
+
+
 def write(
     source: Path,
     folder: Path,
@@ -177,7 +196,8 @@ def write(
             tensors[name] = values[name] = tensor
             continue
         parts, exact = pack(tensor.float().numpy())
-        tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+        stem = name.removesuffix(".weight")
+        tensors |= {f"{stem}{part if part[0] == '_' else f'.{part}'}": value for part, value in parts.items()}
         values[name] = torch.from_numpy(exact).float()
     if edit is not None:
         edit(tensors)

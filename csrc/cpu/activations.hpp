@@ -41,6 +41,42 @@ OCTAVO_INLINE F32 gelu_tanh(F32 x) {
 // x / (1 + e^(-1.702 x)): Hendrycks & Gimpel 2016, section 2.
 OCTAVO_INLINE F32 quick_gelu(F32 x) { return x / (1.0f + exp(-1.702f * x)); }
 
+// The clamped SwiGLU of gpt-oss: quick_gelu of a gate of at most 7, times 1 plus up, which is within -7 and 7.
+struct SwigluOai {
+  static constexpr float kLimit = 7.0f;
+  OCTAVO_INLINE F32 operator()(F32 gate) const { return quick_gelu(min(splat(kLimit), gate)); }  // NaN of NaN
+};
+
+// What a gated product makes of both sums: f(gate) * up.
+template <typename F>
+OCTAVO_INLINE F32 gated(const F& f, F32 gate, F32 up) {
+  return f(gate) * up;
+}
+OCTAVO_INLINE F32 gated(const SwigluOai& f, F32 gate, F32 up) {
+  return f(gate) * (max(splat(-f.kLimit), min(splat(f.kLimit), up)) + 1.0f);
+}
+
+// e^x - 1 - x for x <= 0, by its series near 0, where the difference would lose the bits of the result.
+OCTAVO_INLINE F32 exp_beyond_linear(F32 x) {
+  F32 p = splat(1.0f / 3628800.0f);
+  p = fma(p, x, splat(1.0f / 362880.0f));
+  p = fma(p, x, splat(1.0f / 40320.0f));
+  p = fma(p, x, splat(1.0f / 5040.0f));
+  p = fma(p, x, splat(1.0f / 720.0f));
+  p = fma(p, x, splat(1.0f / 120.0f));
+  p = fma(p, x, splat(1.0f / 24.0f));
+  p = fma(p, x, splat(1.0f / 6.0f));
+  p = fma(p, x, splat(0.5f));
+  return x > -1.0f ? p * x * x : exp(x) - 1.0f - x;
+}
+
+// positive x^2 + beta x above 0, else negative (e^min(x, eps) - 1 - x) + beta x (Huang & Schlag 2024).
+OCTAVO_INLINE F32 xielu(F32 x, float positive, float negative, float beta, float eps) {
+  const F32 low = x < eps ? x : splat(eps);
+  const F32 below = negative * (exp_beyond_linear(low) + (low - x));
+  return fma(splat(beta), x, x > 0.0f ? positive * x * x : below);
+}
+
 // cap * tanh(x / cap)
 OCTAVO_INLINE F32 soft_capped(F32 x, float cap) {
   const F32 e = exp(x * (2.0f / cap));
@@ -57,6 +93,8 @@ OCTAVO_INLINE void with_activation(Activation activation, const F& f) {
     case Activation::gelu_tanh: return f([](F32 x) { return gelu_tanh(x); });
     case Activation::relu: return f([](F32 x) { return relu(x); });
     case Activation::quick_gelu: return f([](F32 x) { return quick_gelu(x); });
+    case Activation::swiglu_oai: return f(SwigluOai{});
+    case Activation::relu2: return f([](F32 x) { return relu(x) * relu(x); });
   }
 }
 

@@ -126,6 +126,7 @@ class Tile {
     });
   }
 
+  // Results divided by their sums of weights. A sink is one more weight, added last.
   void write(float* totals) const {
     const int64_t value_dim = a_.shape.value_dim();
     with_type(a_.dtype, [&](auto type) {
@@ -134,7 +135,14 @@ class Tile {
         auto* out = static_cast<decltype(type)>(a_.out) + (token * a_.heads + head_of(row)) * value_dim;
         const float* total = totals + row * layout_.stride;
         const float sum = layout_.sum_of(totals, row);
-        for_vectors(value_dim, [&](int64_t i, auto lanes) { store(out + i, load(total + i) / sum, lanes); });
+        if (a_.sinks == nullptr) {
+          for_vectors(value_dim, [&](int64_t i, auto lanes) { store(out + i, load(total + i) / sum, lanes); });
+          continue;
+        }
+        const float top = layout_.top(totals, row), sink = a_.sinks[head_of(row)] * kLog2e, highest = max(top, sink);
+        const float part = exp2_not_above_zero(top - highest);
+        const float all = fma(sum, part, exp2_not_above_zero(sink - highest));
+        for_vectors(value_dim, [&](int64_t i, auto lanes) { store(out + i, load(total + i) * part / all, lanes); });
       }
     });
   }

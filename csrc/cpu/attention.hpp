@@ -87,8 +87,19 @@ struct Attention {
   // reach its outermost number, which the kLanes next to it are too.
   const float* bias;
   int64_t bias_stride, bias_reach;
+  const float* sinks;  // [heads] or null: logits that join each row's sum of weights, and have no value
   bool sees_spans;  // a token also sees what comes after it, up to Step.sees_until; it is causal else
+  bool chunked;     // windows are chunks: a token sees itself and those before it from a multiple of `window` on
 
+  // The first position that a token may see.
+  int64_t first_seen(int64_t position) const {
+    if (chunked) return position - position % window;
+    return position > before() ? position - before() : 0;
+  }
+  // The first position of a token that does not see `position` any more.
+  int64_t first_beyond(int64_t position) const {
+    return chunked ? (position / window + 1) * window : position + before() + 1;
+  }
   // How many tokens before it and after it a token sees at most.
   int64_t before() const { return window > 0 ? window - (causal ? 1 : 0) : kAll; }
   int64_t after() const { return causal ? 0 : window > 0 ? window : kAll; }

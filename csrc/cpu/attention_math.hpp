@@ -28,8 +28,8 @@ Range cut(Range a, Range b) { return {larger(a.begin, b.begin), smaller(a.end, b
 // What the queries of an item see.
 struct Sight {
   Sight(const Attention& a, const Step& step, const AttentionItem& item)
-      : queries(item.queries),
-        before(a.before()),
+      : attention(a),
+        queries(item.queries),
         after(a.after()),
         context(step.seq_lens[item.sequence]),
         first_token(step.query_start[item.sequence] + item.first_query),
@@ -37,7 +37,7 @@ struct Sight {
         until(a.sees_spans && step.sees_until ? step.sees_until + first_token : nullptr) {}
 
   Range seen(int64_t query) const {
-    return {larger(0, first_position + query - before), smaller(context, last_seen(query) + 1)};
+    return {attention.first_seen(first_position + query), smaller(context, last_seen(query) + 1)};
   }
 
   // Those that any query sees of a piece, and the panels where they are.
@@ -51,7 +51,7 @@ struct Sight {
 
   // The queries that see any position of [begin, end).
   Range seeing_any(int64_t begin, int64_t end) const {
-    const int64_t last = smaller(end, context) + before - first_position;
+    const int64_t last = attention.first_beyond(smaller(end, context) - 1) - first_position;
     int64_t first = begin - after - first_position;
     if (until) {
       first = 0;
@@ -60,7 +60,8 @@ struct Sight {
     return cut({first, last}, {0, queries});
   }
 
-  int64_t queries, before, after;
+  const Attention& attention;
+  int64_t queries, after;
   int64_t context, first_token, first_position;
   const int32_t* until;  // of the queries; null: as far as `after`
 

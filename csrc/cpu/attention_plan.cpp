@@ -68,7 +68,7 @@ std::vector<Work> tiles_of(const Attention& a, const Step& step, int64_t begin_r
       if (a.sees_spans && step.sees_until)
         last = std::max<int64_t>(last, step.sees_until[step.query_start[s] + first + count - 1]);
       const int64_t seen = std::min<int64_t>(last + 1, step.seq_lens[s]);
-      const int64_t begin = std::max<int64_t>(0, position - a.before()) / kPiece;
+      const int64_t begin = a.first_seen(position) / kPiece;
       const int64_t end = (seen + kPiece - 1) / kPiece;
       // A row too many stands for reading the keys and values.
       const int64_t cost = (seen - begin * kPiece) * (count * a.group() + 1);

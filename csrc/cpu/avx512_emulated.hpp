@@ -50,6 +50,11 @@ OCTAVO_EMULATED_CALL __m512i madd_epi16(__m512i a, __m512i b) {
       [](const char* x, const char* y) { return _mm256_madd_epi16(integers(x), integers(y)); }, a, b);
 }
 
+OCTAVO_EMULATED_CALL __m512i shuffle_epi8(__m512i a, __m512i b) {
+  return by_halves<__m512i, __m256i>(
+      [](const char* x, const char* y) { return _mm256_shuffle_epi8(integers(x), integers(y)); }, a, b);
+}
+
 // ---- lane by lane -----------------------------------------------------------------------------------------------
 
 // If either is a NaN, the second.
@@ -161,6 +166,7 @@ OCTAVO_EMULATED_CALL __m256i dpbusd_avx_epi32(__m256i sum, __m256i a, __m256i b)
 #define _mm512_fmadd_ps octavo::emulated::fmadd_ps
 #define _mm512_maddubs_epi16 octavo::emulated::maddubs_epi16
 #define _mm512_madd_epi16 octavo::emulated::madd_epi16
+#define _mm512_shuffle_epi8 octavo::emulated::shuffle_epi8
 #define _mm512_maskz_cvtph_ps octavo::emulated::maskz_cvtph_ps
 #define _mm512_maskz_cvtepu8_epi32 octavo::emulated::maskz_cvtepu8_epi32
 #define _mm512_maskz_cvtepi8_epi32 octavo::emulated::maskz_cvtepi8_epi32

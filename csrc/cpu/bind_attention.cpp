@@ -81,7 +81,7 @@ OpPtr paged_attention(uintptr_t q, int64_t q_stride, uintptr_t out, uintptr_t ke
                       int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, Dtype dtype,
                       Dtype cache_dtype, double scale, int64_t window, double soft_cap, uintptr_t alibi_slopes,
                       bool causal, int64_t group, int64_t latent, uintptr_t bias, int64_t bias_stride,
-                      int64_t bias_reach, bool cross, bool sees_spans) {
+                      int64_t bias_reach, bool cross, bool sees_spans, uintptr_t sinks, bool chunked) {
   require_float_rows(dtype);
   const CacheShape shape = shape_of(cache_dtype, kv_heads, head_dim, block_size, latent);
   if (heads < 1 || heads % kv_heads != 0)
@@ -89,12 +89,13 @@ OpPtr paged_attention(uintptr_t q, int64_t q_stride, uintptr_t out, uintptr_t ke
                                 std::to_string(heads));
   if (cross && causal) throw std::invalid_argument("cross attention sees all of its context: it is not causal");
   if (sees_spans && !causal) throw std::invalid_argument("attention that is not causal sees spans as it is");
+  if (chunked && (window < 1 || !causal)) throw std::invalid_argument("chunks have a size, and are causal");
   if (window < 0 || !(soft_cap >= 0)) throw std::invalid_argument("window and soft_cap must not be negative");
   return std::make_shared<AttentionOp>(
       Attention{pointer<void>(q), q_stride, pointer<void>(out), dtype, heads, pointer<char>(key_cache),
                 pointer<char>(value_cache), shape, static_cast<float>(scale), window, static_cast<float>(soft_cap),
                 pointer<float>(alibi_slopes), causal, pointer<float>(bias), bias_stride, bias_reach,
-                sees_spans},
+                pointer<float>(sinks), sees_spans, chunked},
       group, cross);
 }
 
@@ -115,7 +116,7 @@ void bind_attention(nb::module_& m) {
         "kv_heads"_a, "head_dim"_a, "block_size"_a, "dtype"_a, "cache_dtype"_a, "scale"_a, "window"_a = 0,
         "soft_cap"_a = 0.0, "alibi_slopes"_a = 0, "causal"_a = true, "group"_a = 0, "latent"_a = 0,
         "bias"_a = 0, "bias_stride"_a = 0, "bias_reach"_a = 0, "cross"_a = false,
-        "sees_spans"_a = false);
+        "sees_spans"_a = false, "sinks"_a = 0, "chunked"_a = false);
   m.def("copy_blocks", &copy_blocks, "arrays"_a, "pairs"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("swap_blocks", &swap_blocks, "sources"_a, "targets"_a, "pairs"_a, "bytes"_a,
         nb::call_guard<nb::gil_scoped_release>());

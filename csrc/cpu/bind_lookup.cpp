@@ -62,6 +62,8 @@ void read_row(const PackedQuant& matrix, int64_t row, float* out) {
     float scale, minimum = 0;
     if (matrix.format == QuantFormat::q8_channel) {
       std::memcpy(&scale, header + column * 4, 4);
+    } else if (matrix.format == QuantFormat::mxfp4) {
+      scale = half_of_e8m0(header[column]);
     } else {
       scale = half_at(header + column * 2);
     }
@@ -70,7 +72,6 @@ void read_row(const PackedQuant& matrix, int64_t row, float* out) {
       scale *= header[64 + in_block * kPanel + column];
       minimum = -(half_at(header + 32 + column * 2) * header[192 + in_block * kPanel + column]);
     }
-    const bool has_minimum = matrix.format == QuantFormat::q4_1 || matrix.format == QuantFormat::q4_k;
     const uint8_t* codes = header + layout.header + in_block * layout.group_bytes() + column * 4;
     const int64_t values = matrix.k - g * kQuantGroup < kQuantGroup ? matrix.k - g * kQuantGroup : kQuantGroup;
     for (int64_t i = 0; i < values; ++i) {
@@ -78,7 +79,9 @@ void read_row(const PackedQuant& matrix, int64_t row, float* out) {
       if (layout.bits == 8) {
         code = codes[i / 4 * (4 * kPanel) + i % 4] - 128;
       } else {
-        code = (codes[i / 8 * (4 * kPanel) + i % 4] >> (i % 8 < 4 ? 0 : 4) & 15) - (has_minimum ? 0 : 8);
+        code = codes[i / 8 * (4 * kPanel) + i % 4] >> (i % 8 < 4 ? 0 : 4) & 15;
+        if (four_bits_of(matrix.format) == FourBits::offset_8) code -= 8;
+        if (four_bits_of(matrix.format) == FourBits::e2m1) code = kTwiceE2m1[code];
       }
       const float product = static_cast<float>(code) * scale;
       out[g * kQuantGroup + i] = product + minimum;

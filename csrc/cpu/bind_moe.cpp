@@ -34,8 +34,8 @@ class Route : public TokenOp {
 // The experts of a layer.
 class ExpertGroup {
  public:
-  ExpertGroup(std::vector<ExpertMatrixPtr> gate_up, std::vector<ExpertMatrixPtr> down)
-      : gate_up(std::move(gate_up)), down(std::move(down)) {
+  ExpertGroup(std::vector<ExpertMatrixPtr> gate_up, std::vector<ExpertMatrixPtr> down, Activation activation)
+      : gate_up(std::move(gate_up)), down(std::move(down)), activation(activation) {
     if (this->gate_up.empty() || this->gate_up.size() != this->down.size())
       throw std::invalid_argument("each expert has a matrix of gate and up, and one of down");
     for (size_t e = 0; e < this->gate_up.size(); ++e) {
@@ -55,6 +55,7 @@ class ExpertGroup {
   }
 
   const std::vector<ExpertMatrixPtr> gate_up, down;
+  const Activation activation;
 };
 
 // Memory that grows to what was asked for; what was in it is lost. Aligned to 64 bytes.
@@ -69,7 +70,8 @@ class Memory {
   std::vector<char> memory_;
 };
 
-// out[t] = add[t] + the sum over the token's experts, in ascending order, of weight * down(silu(gate(x[t])) * up(x[t])).
+// out[t] = add[t] + the sum over the token's experts, in ascending order, of
+// weight * down(activation(gate(x[t])) * up(x[t])), or, with weighs_input, of that of weight * x[t] without the weight.
 //
 // Pairs of a token and an expert are sorted by expert, so that the rows of an expert are multiplied together and its
 // weights are read once. The first loop computes gate and up of all pairs; the second owns columns of the results: a
@@ -86,6 +88,7 @@ class Experts : public Op {
     const int32_t* chosen;  // [T, slots]
     const float* weights;
     int64_t slots;
+    bool weighs_input;  // the weights are factors of the experts' inputs, not of their results
     float* out;
     int64_t out_stride;
     const float* add;
@@ -119,7 +122,7 @@ class Experts : public Op {
   };
   struct Scratch {
     std::vector<int32_t> tokens;  // of the pairs, counted from the first token
-    std::vector<float> weights;
+    std::vector<float> weights, ones;
     std::vector<int64_t> ends;  // of each expert's pairs
     std::vector<Block> blocks;
     std::vector<Task> tasks;
@@ -162,6 +165,7 @@ class Experts : public Op {
     for (int32_t e = 0; e < experts; ++e) places[e + 1] += places[e];
     s.tokens.resize(static_cast<size_t>(pairs));
     s.weights.resize(static_cast<size_t>(pairs));
+    if (rows_.weighs_input) s.ones.assign(static_cast<size_t>(pairs), 1.0f);
     for (int64_t i = 0; i < pairs; ++i) {
       const int64_t place = places[chosen[i]]++;
       s.tokens[place] = static_cast<int32_t>(i / rows_.slots);
@@ -202,9 +206,15 @@ class Experts : public Op {
   int64_t hidden_stride(const ExpertMatrix& down) const { return down.inputs() * bytes_of_value(); }
 
   void prepare_input(const Scratch& s, const Block& block, int64_t first) const {
+    thread_local Memory scaled_row;
     const ExpertMatrix& gate_up = *group_->gate_up[block.expert];
+    char* scaled = rows_.weighs_input ? scaled_row.take(gate_up.inputs() * bytes_of_value()) : nullptr;
     for (int64_t r = 0; r < block.rows; ++r) {
       const char* x = rows_.x + (first + s.tokens[block.first + r]) * rows_.x_stride;
+      if (scaled) {
+        isa().moe->scale_row(x, rows_.dtype, s.weights[block.first + r], gate_up.inputs(), scaled);
+        x = scaled;
+      }
       gate_up.prepare(x, rows_.dtype, block.input, block.rows, r);
     }
   }
@@ -219,7 +229,7 @@ class Experts : public Op {
       next = group_->gate_up[s.blocks[after.block].expert]->unit(after.begin);
     }
     const ExpertOutput out{block.hidden + task.begin * gate_up.unit_columns() * bytes_of_value(), gate_up.outputs(),
-                           rows_.dtype, 0};
+                           rows_.dtype, 0, group_->activation};
     gate_up.multiply(block.input, block.rows, task.begin, task.end, out, next);
   }
 
@@ -240,6 +250,7 @@ class Experts : public Op {
     auto* sums = reinterpret_cast<float*>(memory_of_sums.take(4 * floats * tokens));
     auto* products = reinterpret_cast<float*>(memory_of_products.take(4 * floats * kExpertRows));
     std::fill_n(sums, floats * tokens, 0.0f);
+    const float* factors = rows_.weighs_input ? s.ones.data() : s.weights.data();
     for (size_t b = 0; b < s.blocks.size(); ++b) {
       const Block& block = s.blocks[b];
       const void* next = b + 1 < s.blocks.size() ? group_->down[s.blocks[b + 1].expert]->unit(begin) : nullptr;
@@ -247,7 +258,7 @@ class Experts : public Op {
       const ExpertMatrix& down = *group_->down[block.expert];
       down.multiply(block.prepared, block.rows, begin, end, {products, width, Dtype::f32, apart}, next);
       for (int piece = 0; piece < down.pieces(); ++piece)
-        isa().moe->add_scaled(products + piece * apart, width, s.weights.data() + block.first,
+        isa().moe->add_scaled(products + piece * apart, width, factors + block.first,
                               s.tokens.data() + block.first, block.rows, columns, sums + piece * tokens * width, width);
     }
     const float* add = rows_.add == nullptr ? nullptr : rows_.add + first * rows_.add_stride + first_column;
@@ -263,19 +274,38 @@ class Experts : public Op {
 
 OpPtr route(uintptr_t logits, int64_t logits_stride, uintptr_t bias, uintptr_t chosen, uintptr_t weights,
             int64_t experts, int64_t shared, int64_t top_k, int64_t groups, int64_t top_groups, int64_t best_of_group,
-            bool sigmoid, bool renormalize, double scale) {
+            Scoring scoring, bool renormalize, double least_sum, double scale, double jitter) {
   const bool fits = groups >= 1 && top_groups >= 1 && top_groups <= groups && experts % groups == 0 &&
                     best_of_group >= 1 && best_of_group <= experts / groups && top_k >= 1 &&
                     top_k <= experts / groups * top_groups;
   if (!fits) throw std::invalid_argument("so many experts cannot be chosen of these groups");
   return std::make_shared<Route>(Routing{pointer<const float>(logits), logits_stride, pointer<const float>(bias),
                                          pointer<int32_t>(chosen), pointer<float>(weights), experts, shared, top_k,
-                                         groups, top_groups, best_of_group, sigmoid, renormalize,
-                                         static_cast<float>(scale)});
+                                         groups, top_groups, best_of_group, scoring, renormalize,
+                                         static_cast<float>(least_sum), static_cast<float>(scale),
+                                         static_cast<float>(jitter)});
+}
+
+// x[t] += the sum over the token's experts of weight * their row of the table, in the order of the slots.
+class AddExpertBias : public TokenOp {
+ public:
+  AddExpertBias(const ExpertBias& bias) : TokenOp(bias.columns * bias.slots), bias_(bias) {}
+  void run_tokens(const Step&, int64_t begin, int64_t end) const override { isa().moe->add_bias(bias_, begin, end); }
+
+ private:
+  ExpertBias bias_;
+};
+
+OpPtr add_expert_bias(uintptr_t x, int64_t x_stride, uintptr_t chosen, uintptr_t weights, int64_t slots, uintptr_t table,
+                      int64_t columns) {
+  return std::make_shared<AddExpertBias>(ExpertBias{pointer<float>(x), x_stride, pointer<const int32_t>(chosen),
+                                                    pointer<const float>(weights), slots, pointer<const float>(table),
+                                                    columns});
 }
 
 OpPtr experts(std::shared_ptr<const ExpertGroup> group, uintptr_t x, int64_t x_stride, Dtype dtype, uintptr_t chosen,
-              uintptr_t weights, int64_t slots, uintptr_t out, int64_t out_stride, uintptr_t add, int64_t add_stride) {
+              uintptr_t weights, int64_t slots, uintptr_t out, int64_t out_stride, uintptr_t add, int64_t add_stride,
+              bool weighs_input) {
   if (dtype == Dtype::i8) throw std::invalid_argument("the input of experts is float32 or bfloat16");
   if (slots < 1) throw std::invalid_argument("a token needs an expert");
   const Experts::Rows rows{pointer<const char>(x),
@@ -284,6 +314,7 @@ OpPtr experts(std::shared_ptr<const ExpertGroup> group, uintptr_t x, int64_t x_s
                            pointer<const int32_t>(chosen),
                            pointer<const float>(weights),
                            slots,
+                           weighs_input,
                            pointer<float>(out),
                            out_stride,
                            pointer<const float>(add),
@@ -294,16 +325,29 @@ OpPtr experts(std::shared_ptr<const ExpertGroup> group, uintptr_t x, int64_t x_s
 }  // namespace
 
 void bind_moe(nb::module_& m) {
+  nb::enum_<Scoring>(m, "Scoring")
+      .value("softmax", Scoring::softmax)
+      .value("sigmoid", Scoring::sigmoid)
+      .value("sparsemixer", Scoring::sparsemixer);
   nb::class_<ExpertMatrix>(m, "ExpertMatrix");
   nb::class_<ExpertGroup>(m, "ExpertGroup")
-      .def(nb::init<std::vector<ExpertMatrixPtr>, std::vector<ExpertMatrixPtr>>(), "gate_up"_a, "down"_a);
+      .def(nb::init<std::vector<ExpertMatrixPtr>, std::vector<ExpertMatrixPtr>, Activation>(), "gate_up"_a, "down"_a,
+           "activation"_a = Activation::silu);
   m.def("dense_expert", &dense_expert, "weights"_a);
-  m.def("quantized_expert", &quantized_expert, "parts"_a);
+  m.def(
+      "quantized_expert",
+      [](std::vector<std::shared_ptr<PackedQuant>> parts, uintptr_t bias) {
+        return quantized_expert(std::move(parts), pointer<const float>(bias));
+      },
+      "parts"_a, "bias"_a = 0);
   m.def("route", &route, "logits"_a, "logits_stride"_a, "bias"_a, "chosen"_a, "weights"_a, "experts"_a, "shared"_a,
-        "top_k"_a, "groups"_a, "top_groups"_a, "best_of_group"_a, "sigmoid"_a, "renormalize"_a, "scale"_a,
+        "top_k"_a, "groups"_a, "top_groups"_a, "best_of_group"_a, "scoring"_a, "renormalize"_a, "least_sum"_a,
+        "scale"_a, "jitter"_a,
         "The experts of each token of the step and their weights, from its logits.");
+  m.def("add_expert_bias", &add_expert_bias, "x"_a, "x_stride"_a, "chosen"_a, "weights"_a, "slots"_a, "table"_a,
+        "columns"_a, "x[t] += the sum over the experts of each token t of weight * table[expert].");
   m.def("experts", &experts, "group"_a, "x"_a, "x_stride"_a, "dtype"_a, "chosen"_a, "weights"_a, "slots"_a, "out"_a,
-        "out_stride"_a, "add"_a = 0, "add_stride"_a = 0,
+        "out_stride"_a, "add"_a = 0, "add_stride"_a = 0, "weighs_input"_a = false,
         "out[t] = add[t] + the weighted sum of what the experts of each token t make of x[t].");
 }
 

@@ -64,7 +64,7 @@ OpPtr embedding(uintptr_t table, int64_t rows, int64_t width, uintptr_t out, Dty
 // Strides that are 0 (x_stride excepted) are those of a contiguous tensor.
 Norm norm_of(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight, uintptr_t bias, Dtype w_dtype,
              uintptr_t out, Dtype out_dtype, int64_t width, double eps, int64_t rows_per_token, int64_t head_stride,
-             int64_t out_stride, int64_t out_head_stride) {
+             int64_t out_stride, int64_t out_head_stride, int64_t weight_head_stride) {
   for (const Dtype dtype : {x_dtype, w_dtype, out_dtype}) require_float(dtype);
   if (rows_per_token > 1 && head_stride == 0) head_stride = width;
   if (out_head_stride == 0) out_head_stride = width;
@@ -85,23 +85,24 @@ Norm norm_of(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight, uin
   norm.width = width;
   norm.eps = static_cast<float>(eps);
   norm.add = nullptr;
+  norm.weight_head_stride = weight_head_stride;
   return norm;
 }
 
 OpPtr rms_norm(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight, Dtype w_dtype, uintptr_t out,
                Dtype out_dtype, int64_t width, double eps, int64_t rows_per_token, int64_t head_stride,
-               int64_t out_stride, int64_t out_head_stride, uintptr_t add) {
+               int64_t out_stride, int64_t out_head_stride, uintptr_t add, int64_t weight_head_stride) {
   Norm norm = norm_of(x, x_dtype, x_stride, weight, 0, w_dtype, out, out_dtype, width, eps, rows_per_token,
-                            head_stride, out_stride, out_head_stride);
+                      head_stride, out_stride, out_head_stride, weight_head_stride);
   norm.add = pointer<float>(add);
   return row_op(&PointwiseTable::rms_norm, norm, width, rows_per_token);
 }
 
 OpPtr layer_norm(uintptr_t x, Dtype x_dtype, int64_t x_stride, uintptr_t weight, uintptr_t bias, Dtype w_dtype,
                  uintptr_t out, Dtype out_dtype, int64_t width, double eps, int64_t rows_per_token,
-                 int64_t head_stride, int64_t out_stride, int64_t out_head_stride) {
+                 int64_t head_stride, int64_t out_stride, int64_t out_head_stride, int64_t weight_head_stride) {
   const Norm norm = norm_of(x, x_dtype, x_stride, weight, bias, w_dtype, out, out_dtype, width, eps, rows_per_token,
-                            head_stride, out_stride, out_head_stride);
+                            head_stride, out_stride, out_head_stride, weight_head_stride);
   return row_op(&PointwiseTable::layer_norm, norm, 2 * width, rows_per_token);
 }
 
@@ -117,6 +118,33 @@ OpPtr soft_cap(uintptr_t x, int64_t x_stride, int64_t width, double cap) {
   if (!(cap > 0)) throw std::invalid_argument("a soft cap must be above 0");
   return row_op(&PointwiseTable::soft_cap, SoftCap{pointer<float>(x), x_stride, width, static_cast<float>(cap)},
                 4 * width);
+}
+
+OpPtr clamp(uintptr_t x, int64_t x_stride, int64_t width, Dtype dtype, double limit) {
+  require_float(dtype);
+  if (!(limit > 0)) throw std::invalid_argument("a limit must be above 0");
+  return row_op(&PointwiseTable::clamp, Clamp{pointer<void>(x), x_stride, width, dtype, static_cast<float>(limit)},
+                width);
+}
+
+OpPtr scale(uintptr_t x, int64_t x_stride, int64_t width, double factor) {
+  return row_op(&PointwiseTable::scale, Scale{pointer<float>(x), x_stride, width, static_cast<float>(factor)}, width);
+}
+
+OpPtr xielu(uintptr_t x, int64_t x_stride, int64_t width, double positive, double negative, double beta, double eps) {
+  return row_op(&PointwiseTable::xielu,
+                Xielu{pointer<float>(x), x_stride, width, static_cast<float>(positive), static_cast<float>(negative),
+                      static_cast<float>(beta), static_cast<float>(eps)},
+                4 * width);
+}
+
+OpPtr query_scale(uintptr_t q, int64_t q_stride, int64_t q_head_stride, int64_t heads, int64_t width, Dtype dtype,
+                  double beta, int64_t period, int64_t offset) {
+  require_float(dtype);
+  if (period < 1 || offset < 0) throw std::invalid_argument("period must be positive, offset not negative");
+  return row_op(&PointwiseTable::query_scale,
+                QueryScale{pointer<void>(q), q_stride, q_head_stride, heads, width, dtype, beta, period, offset},
+                heads * width);
 }
 
 void set_sections(Rotary& rotary, const std::vector<int64_t>& sections) {
@@ -184,11 +212,16 @@ void bind_pointwise(nb::module_& m) {
         "first"_a = 0, "ids"_a = Ids::token_ids, "scale"_a = 1.0, "add"_a = 0);
   m.def("rms_norm", &rms_norm, "x"_a, "x_dtype"_a, "x_stride"_a, "weight"_a, "w_dtype"_a, "out"_a, "out_dtype"_a,
         "width"_a, "eps"_a, "rows_per_token"_a = 1, "head_stride"_a = 0, "out_stride"_a = 0, "out_head_stride"_a = 0,
-        "add"_a = 0);
+        "add"_a = 0, "weight_head_stride"_a = 0);
   m.def("soft_cap", &soft_cap, "x"_a, "x_stride"_a, "width"_a, "cap"_a);
+  m.def("clamp", &clamp, "x"_a, "x_stride"_a, "width"_a, "dtype"_a, "limit"_a);
+  m.def("scale", &scale, "x"_a, "x_stride"_a, "width"_a, "factor"_a);
+  m.def("xielu", &xielu, "x"_a, "x_stride"_a, "width"_a, "positive"_a, "negative"_a, "beta"_a, "eps"_a);
+  m.def("query_scale", &query_scale, "q"_a, "q_stride"_a, "q_head_stride"_a, "heads"_a, "width"_a, "dtype"_a, "beta"_a,
+        "period"_a, "offset"_a);
   m.def("layer_norm", &layer_norm, "x"_a, "x_dtype"_a, "x_stride"_a, "weight"_a, "bias"_a, "w_dtype"_a, "out"_a,
         "out_dtype"_a, "width"_a, "eps"_a, "rows_per_token"_a = 1, "head_stride"_a = 0, "out_stride"_a = 0,
-        "out_head_stride"_a = 0);
+        "out_head_stride"_a = 0, "weight_head_stride"_a = 0);
 
   m.def("activate", &activate, "x"_a, "x_stride"_a, "out"_a, "width"_a, "dtype"_a, "activation"_a, "gated"_a = false);
   m.def("rotary", &rotary, "q"_a, "q_stride"_a, "k"_a, "k_stride"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,

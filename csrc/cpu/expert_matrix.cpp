@@ -25,7 +25,7 @@ class DenseExpert : public ExpertMatrix {
                      weights->view().pieces, weights->view().groups, is_gated(*weights) ? kGroup / 2 : kGroup),
         weights_(std::move(weights)), view_(weights_->view()),
         group_bytes_(view_.k * kGroup * bytes_of(view_.dtype)), stride_((view_.k + 15) / 16 * 16 + 16) {
-    if (view_.bias != nullptr) throw std::invalid_argument("the matrices of experts have no bias");
+    if (view_.bias != nullptr && !gated()) throw std::invalid_argument("experts add no bias to down's sums");
   }
 
   int64_t units_at_once(int64_t rows) const override {
@@ -49,7 +49,7 @@ class DenseExpert : public ExpertMatrix {
     product.gated = gated();
     product.next = next;
     if (gated())
-      product.activation = Activation::silu;
+      product.activation = out.activation;
     else
       product.piece_stride = pieces() > 1 ? out.piece_stride : 0;
     isa().gemm->multiply(product, begin, end, 0, rows);
@@ -65,9 +65,9 @@ class DenseExpert : public ExpertMatrix {
 
 class QuantizedExpert : public ExpertMatrix {
  public:
-  explicit QuantizedExpert(std::vector<std::shared_ptr<PackedQuant>> parts)
+  QuantizedExpert(std::vector<std::shared_ptr<PackedQuant>> parts, const float* bias)
       : ExpertMatrix(parts[0]->k, parts[0]->n, parts.size() == 2, 1, parts[0]->panels, kPanel),
-        parts_(std::move(parts)) {}
+        parts_(std::move(parts)), bias_(bias) {}
 
   int64_t units_at_once(int64_t rows) const override {
     const int64_t least = integer_isa().quant->panels_at_once(rows);
@@ -94,7 +94,7 @@ class QuantizedExpert : public ExpertMatrix {
       for (size_t part = 0; part < 2; ++part)
         multiply_part(part, panel, last, quantized, sums + part * width, stride, Dtype::f32);
       void* to = static_cast<char*>(out.data) + (panel - begin) * kPanel * bytes_of(out.dtype);
-      isa().pointwise->activate({sums, stride, Dtype::f32, to, out.stride, out.dtype, width, Activation::silu, true},
+      isa().pointwise->activate({sums, stride, Dtype::f32, to, out.stride, out.dtype, width, out.activation, true},
                                 Step{}, 0, rows);
     }
   }
@@ -103,7 +103,8 @@ class QuantizedExpert : public ExpertMatrix {
  private:
   void multiply_part(size_t part, int64_t begin, int64_t end, const QuantRows& rows, void* to, int64_t stride,
                      Dtype dtype) const {
-    const QuantOutput output{before(to, begin * kPanel, bytes_of(dtype)), stride, dtype, nullptr, nullptr, 0};
+    const float* bias = bias_ == nullptr ? nullptr : bias_ + static_cast<int64_t>(part) * outputs();
+    const QuantOutput output{before(to, begin * kPanel, bytes_of(dtype)), stride, dtype, bias, nullptr, 0};
     integer_isa().quant->panels(*parts_[part], begin, end, rows, output, *isa().quant_results);
   }
   bool wants(bool wide) const {
@@ -125,6 +126,7 @@ class QuantizedExpert : public ExpertMatrix {
   }
 
   std::vector<std::shared_ptr<PackedQuant>> parts_;
+  const float* bias_;
 };
 
 }  // namespace
@@ -133,10 +135,11 @@ ExpertMatrixPtr dense_expert(std::shared_ptr<const PackedLinear> weights) {
   return std::make_shared<DenseExpert>(std::move(weights));
 }
 
-ExpertMatrixPtr quantized_expert(std::vector<std::shared_ptr<PackedQuant>> parts) {
+ExpertMatrixPtr quantized_expert(std::vector<std::shared_ptr<PackedQuant>> parts, const float* bias) {
   if (parts.empty() || parts.size() > 2 || parts[0]->k != parts.back()->k || parts[0]->n != parts.back()->n)
     throw std::invalid_argument("an expert's quantised matrix is one, or gate and up of the same shape");
-  return std::make_shared<QuantizedExpert>(std::move(parts));
+  if (bias != nullptr && parts.size() != 2) throw std::invalid_argument("experts add no bias to down's sums");
+  return std::make_shared<QuantizedExpert>(std::move(parts), bias);
 }
 
 }  // namespace octavo

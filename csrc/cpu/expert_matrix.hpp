@@ -15,12 +15,13 @@ namespace octavo {
 constexpr int64_t kExpertRows = 64;
 
 // Where a product goes: float32 or bfloat16; element [r, c] of it is at r * stride + c. Of a matrix with pieces apart,
-// those of piece i are i * piece_stride further.
+// those of piece i are i * piece_stride further. Of gate and up, with this activation.
 struct ExpertOutput {
   void* data;
   int64_t stride;
   Dtype dtype;
   int64_t piece_stride;
+  Activation activation = Activation::none;
 };
 
 // Results of a row do not depend on the other rows. Columns are computed in units that any thread may take.
@@ -40,8 +41,8 @@ class ExpertMatrix {
   virtual size_t bytes_of_rows(int64_t rows) const = 0;
   // Makes row `row` of `rows`, aligned to 64 bytes, of x[inputs].
   virtual void prepare(const void* x, Dtype dtype, void* memory, int64_t rows, int64_t row) const = 0;
-  // Columns of units [begin, end) for all rows: of gate and up, silu(gate) * up, else the product, which is float32 with
-  // its pieces apart. out.data is where the first of these columns goes. `next`, perhaps null, is multiplied afterwards.
+  // Columns of units [begin, end) for all rows: of gate and up, activation(gate) * up, else the product, which is float32
+  // with its pieces apart. out.data is where the first of these columns goes. `next`, perhaps null, is multiplied afterwards.
   virtual void multiply(const void* memory, int64_t rows, int64_t begin, int64_t end, const ExpertOutput& out,
                         const void* next) const = 0;
   // The weights of a unit.
@@ -60,10 +61,11 @@ class ExpertMatrix {
 
 using ExpertMatrixPtr = std::shared_ptr<const ExpertMatrix>;
 
-// Throws std::invalid_argument if there is a bias.
+// Throws std::invalid_argument if a matrix other than gate and up has a bias.
 ExpertMatrixPtr dense_expert(std::shared_ptr<const PackedLinear> weights);
 
-// Of gate and up, or of one part. Throws std::invalid_argument if the two differ in shape.
-ExpertMatrixPtr quantized_expert(std::vector<std::shared_ptr<PackedQuant>> parts);
+// Of gate and up, or of one part. The bias, of the parts' outputs one after the other, may be null; the caller keeps it.
+// Throws std::invalid_argument if the two differ in shape, or one part has a bias.
+ExpertMatrixPtr quantized_expert(std::vector<std::shared_ptr<PackedQuant>> parts, const float* bias);
 
 }  // namespace octavo

@@ -38,11 +38,11 @@ OCTAVO_INLINE void store_gated_row(T* out, const float* sums, int64_t columns, c
   constexpr int half = kGroup / 2;
   float products[half];
   if constexpr (kLanes > half) {
-    store(products, f(load(sums, half)) * load(sums + half, half), half);
+    store(products, gated(f, load(sums, half), load(sums + half, half)), half);
   } else {
 #pragma GCC unroll 4
     for (int c = 0; c < half; c += kLanes) {
-      const F32 product = f(load(sums + c)) * load(sums + half + c);
+      const F32 product = gated(f, load(sums + c), load(sums + half + c));
       if (columns >= half)
         store(out + c, product);
       else
@@ -62,7 +62,7 @@ OCTAVO_INLINE int store_gated_pairs([[maybe_unused]] T* out, [[maybe_unused]] in
 #if defined(OCTAVO_AVX512)
   for (; r + 2 <= rows; r += 2, out += 2 * out_stride, sums += 2 * sums_stride) {
     const F32 first = load(sums), second = load(sums + sums_stride);
-    store_halves(out, out + out_stride, f(low_halves(first, second)) * high_halves(first, second));
+    store_halves(out, out + out_stride, gated(f, low_halves(first, second), high_halves(first, second)));
   }
 #endif
   return r;

@@ -26,7 +26,9 @@ NB_MODULE(_cpu, m) {
       .value("gelu", Activation::gelu)
       .value("gelu_tanh", Activation::gelu_tanh)
       .value("relu", Activation::relu)
-      .value("quick_gelu", Activation::quick_gelu);
+      .value("quick_gelu", Activation::quick_gelu)
+      .value("swiglu_oai", Activation::swiglu_oai)
+      .value("relu2", Activation::relu2);
 
   nb::class_<IsaNames>(m, "IsaNames").def_ro("floats", &IsaNames::floats).def_ro("integers", &IsaNames::integers);
   m.def("available_isas", &available_isas);

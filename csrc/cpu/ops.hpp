@@ -15,7 +15,7 @@ enum class Rows : int { tokens = 0, sampled = 1, encoder = 2 };
 enum class Ids : int { token_ids, positions, token_types };
 
 // What is done to each element of a product; see activations.hpp.
-enum class Activation : int { none, silu, gelu, gelu_tanh, relu, quick_gelu };
+enum class Activation : int { none, silu, gelu, gelu_tanh, relu, quick_gelu, swiglu_oai, relu2 };
 
 // The step that operations run in. T tokens, S sequences; arrays as in octavo/kernels/interface.py.
 struct Step {

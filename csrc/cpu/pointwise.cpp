@@ -2,6 +2,7 @@
 #include "pointwise.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <type_traits>
@@ -41,7 +42,7 @@ template <typename T, typename O, typename F>
 void activate_row(const T* x, O* out, int64_t width, bool gated, const F& f) {
   if (gated)
     for_vectors(width, [&](int64_t i, auto lanes) {
-      store(out + i, f(load(x + i, lanes)) * load(x + width + i, lanes), lanes);
+      store(out + i, octavo::OCTAVO_ISA::gated(f, load(x + i, lanes), load(x + width + i, lanes)), lanes);
     });
   else
     for_vectors(width, [&](int64_t i, auto lanes) { store(out + i, f(load(x + i, lanes)), lanes); });
@@ -64,6 +65,50 @@ void soft_cap(const SoftCap& a, const Step&, int64_t begin, int64_t end) {
     float* x = a.x + row * a.x_stride;
     for_vectors(a.width, [&](int64_t i, auto lanes) { store(x + i, soft_capped(load(x + i, lanes), a.cap), lanes); });
   }
+}
+
+void clamp(const Clamp& a, const Step&, int64_t begin, int64_t end) {
+  const F32 most = splat(a.limit), least = splat(-a.limit);
+  with_type(a.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    for (int64_t row = begin; row < end; ++row) {
+      T* x = static_cast<T*>(a.x) + row * a.x_stride;
+      for_vectors(a.width, [&](int64_t i, auto lanes) {
+        const F32 here = load(x + i, lanes);
+        store(x + i, here > most ? most : here < least ? least : here, lanes);
+      });
+    }
+  });
+}
+
+void scale(const Scale& a, const Step&, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    float* x = a.x + row * a.x_stride;
+    for_vectors(a.width, [&](int64_t i, auto lanes) { store(x + i, load(x + i, lanes) * a.factor, lanes); });
+  }
+}
+
+void xielu_rows(const Xielu& a, const Step&, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    float* x = a.x + row * a.x_stride;
+    for_vectors(a.width, [&](int64_t i, auto lanes) {
+      store(x + i, xielu(load(x + i, lanes), a.positive, a.negative, a.beta, a.eps), lanes);
+    });
+  }
+}
+
+void query_scale(const QueryScale& a, const Step& step, int64_t begin, int64_t end) {
+  with_type(a.dtype, [&](auto type) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t periods = (step.positions[row] + a.offset) / a.period;
+      if (periods == 0) continue;
+      const float factor = static_cast<float>(1.0 + a.beta * std::log1p(static_cast<double>(periods)));
+      for (int64_t head = 0; head < a.heads; ++head) {
+        auto* q = static_cast<decltype(type)>(a.q) + row * a.q_stride + head * a.q_head_stride;
+        for_vectors(a.width, [&](int64_t i, auto lanes) { store(q + i, load(q + i, lanes) * factor, lanes); });
+      }
+    }
+  });
 }
 
 // ---- rotary positions ---------------------------------------------------------------------------------------------
@@ -186,7 +231,8 @@ double logsumexp(const float* row, int64_t width) {
 }  // namespace
 
 const PointwiseTable* pointwise_table() {
-  static const PointwiseTable table{embedding, rms_norm, layer_norm, activate, soft_cap, rotary, argmax, logsumexp};
+  static const PointwiseTable table{embedding, rms_norm,   layer_norm,  activate, soft_cap, clamp, rotary,
+                                    scale,     xielu_rows, query_scale, argmax,   logsumexp};
   return &table;
 }
 

@@ -21,7 +21,7 @@ struct Embedding {
 };
 
 // Row t * heads + h lies at x + t * x_stride + h * x_head_stride, and likewise in out; in place is allowed.
-// weight [width]; bias [width] or null (layer norm only). `add`, or null, is added to the result; it has out's strides,
+// weight [width]; bias [width] or null (layer norm only); head h has those at h * weight_head_stride, 0: all the same. `add`, or null, is added to the result; it has out's strides,
 // and may be its memory (rms norm only).
 struct Norm {
   const void* x;
@@ -36,6 +36,7 @@ struct Norm {
   int64_t heads, width;
   float eps;
   const float* add;
+  int64_t weight_head_stride = 0;
 };
 
 // x [T, width] = cap * tanh(x / cap), in place; rows are strided.
@@ -43,6 +44,38 @@ struct SoftCap {
   float* x;
   int64_t x_stride, width;
   float cap;
+};
+
+// x [T, width] = min(max(x, -limit), limit), in place; rows are strided. NaN stays NaN.
+struct Clamp {
+  void* x;
+  int64_t x_stride, width;
+  Dtype dtype;
+  float limit;
+};
+
+// x [T, width] = factor * x, in place; rows are strided.
+struct Scale {
+  float* x;
+  int64_t x_stride, width;
+  float factor;
+};
+
+// x [T, width] = xielu(x), in place; rows are strided.
+struct Xielu {
+  float* x;
+  int64_t x_stride, width;
+  float positive, negative, beta, eps;
+};
+
+// q [T, heads, width] times 1 + beta * log(1 + floor((position + offset) / period)), in place.
+struct QueryScale {
+  void* q;
+  int64_t q_stride, q_head_stride;
+  int64_t heads, width;
+  Dtype dtype;
+  double beta;
+  int64_t period, offset;
 };
 
 // out [T, width] = activation(x[.., :width]), times x[.., width:2 * width] if gated. In place is allowed
@@ -84,7 +117,11 @@ struct PointwiseTable {
   void (*layer_norm)(const Norm&, const Step&, int64_t begin, int64_t end);
   void (*activate)(const Activate&, const Step&, int64_t begin, int64_t end);
   void (*soft_cap)(const SoftCap&, const Step&, int64_t begin, int64_t end);
+  void (*clamp)(const Clamp&, const Step&, int64_t begin, int64_t end);
   void (*rotary)(const Rotary&, const Step&, int64_t begin, int64_t end);
+  void (*scale)(const Scale&, const Step&, int64_t begin, int64_t end);
+  void (*xielu)(const Xielu&, const Step&, int64_t begin, int64_t end);
+  void (*query_scale)(const QueryScale&, const Step&, int64_t begin, int64_t end);
   // The index of a row's largest value, the lowest of several; -1 if there is a NaN.
   int64_t (*argmax)(const float* row, int64_t width);
   // log(sum(exp(row))): exponentials in float32, summed in float64. -inf if all are -inf; NaN if there is a NaN.

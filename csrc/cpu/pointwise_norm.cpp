@@ -53,8 +53,9 @@ void norm_row(const Norm& a, int64_t row) {
         using W = std::remove_pointer_t<decltype(w_type)>;
         using O = std::remove_pointer_t<decltype(out_type)>;
         const X* x = row_of<X>(const_cast<void*>(a.x), row, a.heads, a.x_stride, a.x_head_stride);
-        const W* weight = static_cast<const W*>(a.weight);
-        const W* bias = static_cast<const W*>(a.bias);
+        const int64_t shift = row % a.heads * a.weight_head_stride;
+        const W* weight = static_cast<const W*>(a.weight) + shift;
+        const W* bias = a.bias == nullptr ? nullptr : static_cast<const W*>(a.bias) + shift;
         O* out = row_of<O>(a.out, row, a.heads, a.out_stride, a.out_head_stride);
         const float* add = nullptr;
         if (a.add != nullptr)

@@ -41,12 +41,13 @@ template <QuantFormat Format, int Rows, int Panels>
 OCTAVO_INLINE void add_group(const uint8_t* header, int i, const uint8_t* w, int64_t panel_bytes,
                              const RowCode<layout_of(Format).bits>* x, const QuantGroup* groups,
                              Columns (&sums)[Panels][Rows]) {
-  constexpr bool has_minima = Format == QuantFormat::q4_1 || Format == QuantFormat::q4_k;
+  constexpr FourBits kind = four_bits_of(Format);
+  constexpr bool has_minima = layout_of(Format).bits == 4 && kind == FourBits::unsigned_;
   Dots<Rows> dots[Panels];
   if constexpr (layout_of(Format).bits == 8) {
     dots_8bit<Rows, Panels>(w, panel_bytes, x, groups, dots);
   } else {
-    dots_4bit<Rows, Panels, !has_minima>(w, panel_bytes, x, groups, dots);
+    dots_4bit<Rows, Panels, kind>(w, panel_bytes, x, groups, dots);
   }
 #pragma GCC unroll 3
   for (int p = 0; p < Panels; ++p, header += panel_bytes) {
@@ -183,6 +184,7 @@ void panels(const PackedQuant& weight, int64_t begin, int64_t end, const QuantRo
     case QuantFormat::q4_128: return run_range<QuantFormat::q4_128>(weight, begin, end, rows, out, results);
     case QuantFormat::q4_1: return run_range<QuantFormat::q4_1>(weight, begin, end, rows, out, results);
     case QuantFormat::q4_k: return run_range<QuantFormat::q4_k>(weight, begin, end, rows, out, results);
+    case QuantFormat::mxfp4: return run_range<QuantFormat::mxfp4>(weight, begin, end, rows, out, results);
   }
 }
 

@@ -24,8 +24,9 @@ constexpr int kMostPanels = 3;   // that are computed side by side
 // How a matrix is quantised. `q8` codes are signed bytes; `q4` codes are 0 to 15 and stand for code - 8, or for code in
 // the two formats with minima. The number is that of the values of K that share a float16 scale; q8_channel has one
 // float32 scale for a whole column; q4_1 adds a float16 minimum; q4_k has, for every 256 values, a float16 scale for 8
-// scales of 6 bits and one for 8 minima of 6 bits.
-enum class QuantFormat : int { q8_channel, q8_32, q8_128, q4_32, q4_128, q4_1, q4_k };
+// scales of 6 bits and one for 8 minima of 6 bits; mxfp4 (Open Compute Project, Microscaling Formats 1.0) has codes of
+// type e2m1 and, for every 32 values, a power of two, of type e8m0.
+enum class QuantFormat : int { q8_channel, q8_32, q8_128, q4_32, q4_128, q4_1, q4_k, mxfp4 };
 
 // A panel is 16 columns: a run of blocks along K, each a header and its groups' codes.
 struct QuantLayout {
@@ -33,13 +34,31 @@ struct QuantLayout {
   int bits;
   int groups;  // of 32 values in a block; 0: all of K is one block, padded with zeros to whole groups
   int header;  // bytes: scales[16]; q4_1: and minima[16]; q4_k: d[16], dmin[16], scales[8][16], minima[8][16]
+               // (mxfp4: bytes, of zero where a column is padding)
   constexpr int group_bytes() const { return kPanel * kQuantGroup * bits / 8; }
 };
 
 constexpr QuantLayout kQuantLayouts[] = {{"q8_channel", 8, 0, 64}, {"q8_32", 8, 1, 32}, {"q8_128", 8, 4, 32},
                                          {"q4_32", 4, 1, 32},      {"q4_128", 4, 4, 32}, {"q4_1", 4, 1, 64},
-                                         {"q4_k", 4, 8, 320}};
+                                         {"q4_k", 4, 8, 320},      {"mxfp4", 4, 1, 16}};
 constexpr QuantLayout layout_of(QuantFormat format) { return kQuantLayouts[static_cast<int>(format)]; }
+
+// What codes of 4 bits stand for.
+enum class FourBits { unsigned_, offset_8, e2m1 };
+constexpr FourBits four_bits_of(QuantFormat format) {
+  if (format == QuantFormat::mxfp4) return FourBits::e2m1;
+  return format == QuantFormat::q4_1 || format == QuantFormat::q4_k ? FourBits::unsigned_ : FourBits::offset_8;
+}
+// Twice the values of e2m1, which are integers.
+constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+// Half the values of e8m0, by which they are multiplied: 2^(byte - 128). Two of them are less than the least normal
+// number: 0 stands for both.
+inline float half_of_e8m0(uint8_t byte) {
+  const uint32_t bits = (byte == 0 ? 0u : byte - 1u) << 23;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
 
 // The format of that name. Throws std::invalid_argument, naming all formats.
 QuantFormat quant_format(const std::string& name);
@@ -47,7 +66,7 @@ QuantFormat quant_format(const std::string& name);
 // What a matrix is packed from, row-major; what a format does not have is null.
 struct QuantSource {
   const uint8_t* codes;          // [n, k]; q8: signed bytes
-  const void* scales;            // float16 [n, k / values of a block]; q8_channel: float32 [n]
+  const void* scales;            // float16 [n, k / values of a block]; q8_channel: float32 [n]; mxfp4: uint8
   const uint16_t* minima;        // float16, as scales
   const uint8_t* group_scales;   // q4_k: [n, k / 32], 6 bits
   const uint8_t* group_minima;   // as group_scales
@@ -83,8 +102,8 @@ struct QuantGroup {
   float scale;       // greatest magnitude / 127; not a number if a value is infinite or not a number
   float scaled_sum;  // scale * sum of the codes
   // What the dot products start from, as the weights' codes have an offset. With 8 bits, 128: -128 times the sum of the
-  // codes. With 4 bits, 8: -8 times it; or, where products of 4 bits are summed in 16, two int16: -8 times the sum of
-  // codes 0 and 1 of each quad, and that of codes 2 and 3.
+  // codes. With 4 bits, 8 (twice that for e2m1): -8 times it; or, where products of 4 bits are summed in 16, two int16:
+  // -8 times the sum of codes 0 and 1 of each quad, and that of codes 2 and 3.
   int32_t start_8bit;
   int32_t start_4bit;
 };

@@ -29,15 +29,13 @@ OCTAVO_INLINE F32 widen_f16(const uint16_t* p) {
   return out;
 #endif
 }
-OCTAVO_INLINE F32 widen_u8(const uint8_t* p) {
+OCTAVO_INLINE I32 widen_u8(const uint8_t* p) {
 #if defined(OCTAVO_AVX512)
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return __builtin_convertvector((I32)_mm512_maskz_cvtepu8_epi32(0xffff, bytes), F32);
+  return (I32)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #elif defined(OCTAVO_AVX2)
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-  return __builtin_convertvector((I32)_mm256_cvtepu8_epi32(bytes), F32);
+  return (I32)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #else
-  F32 out;
+  I32 out;
   for (int i = 0; i < kLanes; ++i) out[i] = p[i];
   return out;
 #endif
@@ -50,7 +48,14 @@ OCTAVO_INLINE Columns load_f16(const uint8_t* p) {
   return by_vector([&](int v) { return widen_f16(reinterpret_cast<const uint16_t*>(p) + v * kLanes); });
 }
 OCTAVO_INLINE Columns load_u8(const uint8_t* p) {
-  return by_vector([&](int v) { return widen_u8(p + v * kLanes); });
+  return by_vector([&](int v) { return __builtin_convertvector(widen_u8(p + v * kLanes), F32); });
+}
+// half_of_e8m0 of each byte.
+OCTAVO_INLINE Columns load_half_e8m0(const uint8_t* p) {
+  return by_vector([&](int v) {
+    const I32 bytes = widen_u8(p + v * kLanes);
+    return (F32)((bytes + (bytes != 0)) << 23);  // a comparison that holds is -1
+  });
 }
 OCTAVO_INLINE Columns spread(float x) {
   return by_vector([&](int) { return splat(x); });
@@ -76,6 +81,7 @@ OCTAVO_INLINE void to_floats(const Columns& x, float* out) {
 template <QuantFormat Format>
 OCTAVO_INLINE Columns scales_of(const uint8_t* header, int i) {
   if constexpr (Format == QuantFormat::q4_k) return multiply(load_f16(header), load_u8(header + 64 + i * kPanel));
+  if constexpr (Format == QuantFormat::mxfp4) return load_half_e8m0(header);
   return load_f16(header);
 }
 template <QuantFormat Format>

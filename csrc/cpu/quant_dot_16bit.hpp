@@ -2,7 +2,7 @@
 //
 // Codes of 4 bits are multiplied in 8 bits and summed in 16: 16 products of at most 15 * 127 fit. The offset 8 is taken
 // off by starting from -8 times the sum of the row's codes: no step overflows, as each product with its share of the
-// start is at most 8 * 127. Codes of 8 bits would overflow such sums. They are multiplied in 16 bits, bytes at even
+// start is at most 8 * 127, of e2m1 12 * 127. Codes of 8 bits would overflow such sums. They are multiplied in 16 bits, bytes at even
 // places and at odd ones apart, and summed in 32.
 #pragma once
 #include "quant_dots.hpp"
@@ -54,14 +54,16 @@ OCTAVO_INLINE I32 sum_pairs(Halves sums) {
 #endif
 }
 
-template <int Rows, int Panels, bool Offset>
+template <int Rows, int Panels, FourBits Kind>
 OCTAVO_INLINE void dots_4bit(const uint8_t* w, int64_t panel_bytes, const int8_t* x, const QuantGroup* groups,
                              Dots<Rows> (&dots)[Panels]) {
   Halves sums[Panels][Rows][kVectors];
   for (auto& of_panel : sums)
     for (int r = 0; r < Rows; ++r)
-      for (int v = 0; v < kVectors; ++v)
-        of_panel[r][v] = (Halves)splat(static_cast<uint32_t>(Offset ? groups[r].start_4bit : 0));
+      for (int v = 0; v < kVectors; ++v) {
+        const auto start = (Halves)splat(static_cast<uint32_t>(Kind == FourBits::unsigned_ ? 0 : groups[r].start_4bit));
+        of_panel[r][v] = Kind == FourBits::e2m1 ? start + start : start;
+      }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i, w += 64, x += 8 * Rows) {
 #pragma GCC unroll 4
@@ -69,8 +71,8 @@ OCTAVO_INLINE void dots_4bit(const uint8_t* w, int64_t panel_bytes, const int8_t
       U32 even[kVectors], odd[kVectors];
       for (int v = 0; v < kVectors; ++v) {
         const U32 codes = load_as<U32>(w + p * panel_bytes + 4 * kLanes * v);
-        even[v] = low_nibbles(codes);
-        odd[v] = high_nibbles(codes);
+        even[v] = factors_of<Kind>(low_nibbles(codes));
+        odd[v] = factors_of<Kind>(high_nibbles(codes));
       }
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) {

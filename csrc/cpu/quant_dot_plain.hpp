@@ -10,17 +10,20 @@ constexpr int streams_of(int) { return 1; }
 
 OCTAVO_INLINE int32_t start_of_4bit(const int (&sums)[2]) { return -8 * (sums[0] + sums[1]); }
 
-template <int Rows, int Panels, bool Offset>
+template <int Rows, int Panels, FourBits Kind>
 OCTAVO_INLINE void dots_4bit(const uint8_t* w, int64_t, const int8_t* x, const QuantGroup* groups,
                              Dots<Rows> (&dots)[Panels]) {
   static_assert(Panels == 1);
   for (int r = 0; r < Rows; ++r) {
     for (int c = 0; c < kPanel; ++c) {
-      int32_t sum = Offset ? groups[r].start_4bit : 0;
+      int32_t sum = Kind == FourBits::offset_8 ? groups[r].start_4bit : 0;
       for (int i = 0; i < 16; ++i) {
         const uint8_t codes = w[i / 4 * 64 + c * 4 + i % 4];
         const int8_t* pair = x + i / 4 * 8 * Rows + 4 * r + i % 4;
-        sum += (codes & 15) * pair[0] + (codes >> 4) * pair[4 * Rows];
+        if constexpr (Kind == FourBits::e2m1)
+          sum += kTwiceE2m1[codes & 15] * pair[0] + kTwiceE2m1[codes >> 4] * pair[4 * Rows];
+        else
+          sum += (codes & 15) * pair[0] + (codes >> 4) * pair[4 * Rows];
       }
       dots[0].value[r][c / kLanes][c % kLanes] = sum;
     }

@@ -73,19 +73,20 @@ OCTAVO_INLINE void for_vectors(const uint8_t* w, int64_t panel_bytes, const F& f
     for (int v = 0; v < kVectors; ++v) f(p, v, w + p * panel_bytes + 4 * kLanes * v);
 }
 
-template <int Rows, int Panels, bool Offset>
+template <int Rows, int Panels, FourBits Kind>
 OCTAVO_INLINE void dots_4bit(const uint8_t* w, int64_t panel_bytes, const int8_t* x, const QuantGroup* groups,
                              Dots<Rows> (&dots)[Panels]) {
-  start_dots(dots, [&](int r) { return Offset ? groups[r].start_4bit : 0; });
+  constexpr int offset = Kind == FourBits::unsigned_ ? 0 : Kind == FourBits::e2m1 ? 16 : 8;
+  start_dots(dots, [&](int r) { return groups[r].start_4bit * (offset / 8); });
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i, w += 64, x += 8 * Rows) {
     U32 even[Panels][kVectors], odd[Panels][kVectors];
     for_vectors<Panels>(w, panel_bytes, [&](int p, int v, const uint8_t* at) __attribute__((always_inline)) {
-      even[p][v] = load_as<U32>(at) & 0x0f0f0f0fu;
+      even[p][v] = factors_of<Kind>(load_as<U32>(at) & 0x0f0f0f0fu);
     });
     add_products<Rows>(even, x, dots);
     for_vectors<Panels>(w, panel_bytes, [&](int p, int v, const uint8_t* at) __attribute__((always_inline)) {
-      odd[p][v] = load_as<U32>(at) >> 4 & 0x0f0f0f0fu;
+      odd[p][v] = factors_of<Kind>(load_as<U32>(at) >> 4 & 0x0f0f0f0fu);
     });
     add_products<Rows>(odd, x + 4 * Rows, dots);
   }

@@ -64,6 +64,10 @@ void PackedQuant::pack_panel(int64_t panel, const QuantSource& source) {
         std::memcpy(header + c * 4, static_cast<const float*>(source.scales) + row, 4);
         continue;
       }
+      if (format == QuantFormat::mxfp4) {
+        header[c] = static_cast<const uint8_t*>(source.scales)[row * blocks + b];
+        continue;
+      }
       std::memcpy(header + c * 2, static_cast<const uint16_t*>(source.scales) + row * blocks + b, 2);
       if (source.minima != nullptr) std::memcpy(header + 32 + c * 2, source.minima + row * blocks + b, 2);
       if (format == QuantFormat::q4_k) {

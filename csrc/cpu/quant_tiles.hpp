@@ -49,7 +49,8 @@ struct WidePart {
 // Codes of a group to signed bytes: what they stand for, or the codes themselves where the format has minima.
 template <QuantFormat Format>
 OCTAVO_INLINE void widen_codes(const uint8_t* w, int8_t* out) {
-  constexpr bool has_minima = Format == QuantFormat::q4_1 || Format == QuantFormat::q4_k;
+  constexpr FourBits kind = four_bits_of(Format);
+  constexpr uint8_t offset = kind == FourBits::unsigned_ ? 0 : kind == FourBits::e2m1 ? 16 : 8;
   if constexpr (layout_of(Format).bits == 8) {
     for (int i = 0; i < 8; ++i, w += 64, out += 64) {
       const U32 codes = load_as<U32>(w) ^ 0x80808080u;
@@ -59,8 +60,8 @@ OCTAVO_INLINE void widen_codes(const uint8_t* w, int8_t* out) {
     typedef uint8_t U8 __attribute__((vector_size(64), may_alias));
     for (int i = 0; i < 4; ++i, w += 64, out += 128) {
       const U32 both = load_as<U32>(w);
-      U8 even = (U8)(both & 0x0f0f0f0fu), odd = (U8)(both >> 4 & 0x0f0f0f0fu);
-      if (!has_minima) even -= 8, odd -= 8;
+      const U8 even = (U8)factors_of<kind>(both & 0x0f0f0f0fu) - offset;
+      const U8 odd = (U8)factors_of<kind>(both >> 4 & 0x0f0f0f0fu) - offset;
       std::memcpy(out, &even, 64);
       std::memcpy(out + 64, &odd, 64);
     }

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -673,12 +673,19 @@ def run(arguments: Arguments) -> int:
     engine = LLMEngine(files)
     if lora is not None:
         engine.add_lora(lora)
-    params = read_sampling_params(arguments, {**DEFAULTS, **engine.inputs.default_sampling})
+    params = read_sampling_params(arguments, with_own_defaults(engine.inputs.default_sampling))
     conversation = Conversation(
         engine, params, arguments.system, lora, model=config.model, display=display, show_times=arguments.stats
     )
     talk(conversation, None if arguments.no_history else HistoryFile(default_path()))
     return EXIT_FAILED if conversation.failures else 0
+
+
+def with_own_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of a conversation: ``DEFAULTS``, without their sampling if the model has one of its own."""
+    is_sampled = any(name in model for name in ("temperature", "top_p", "top_k", "min_p"))
+    own = {name: value for name, value in DEFAULTS.items() if name == "max_tokens"} if is_sampled else DEFAULTS
+    return {**own, **model}
 
 
 def _import_beside(module: str, after: float = 0.0) -> None:

@@ -25,6 +25,7 @@ from octavo.core.request import LoRARequest
 from octavo.core.sampling_params import BeamSearchParams, Parameter, SamplingParams, defaults_beside, parameters
 
 PREFIX = "engine"
+_HUB_FILE = "hub:file"
 #: Options in ``--help``; ``--help all`` shows the others too.
 COMMON_OPTIONS = frozenset(
     {
@@ -43,6 +44,10 @@ def add_engine_flags(parser: Parser, renamed: Mapping[str, str] | None = None) -
     ``FOREIGN_OPTIONS`` are accepted, but not in the help.
     """
     parser.add_argument("--model", metavar="MODEL", help=EngineConfig.model_fields["model"].description)
+    parser.add_argument(
+        "--hf-file", metavar="FILE", dest=_HUB_FILE, help="a GGUF file in MODEL, a repository of the hub"
+    )
+    parser.rare.add(_HUB_FILE)
     parser.add_argument(
         "--config",
         type=Path,
@@ -145,7 +150,11 @@ def take_model(arguments: Arguments, *, more_words: bool = False) -> str | None:
                 raise ConfigError(f"{model!r} is no model: a model comes first, as in {prog} smollm2-135m {model!r}")
     if not more_words:
         refuse_words(arguments, why)
-    return model
+    if (file := getattr(arguments, _HUB_FILE)) is None:
+        return model
+    if model is None:
+        raise ConfigError("--hf-file needs a repository of the hub, as in: -hf owner/name --hf-file FILE.gguf")
+    return f"{model}/{file}"
 
 
 def read_engine_config(arguments: Arguments, model: str | None) -> EngineConfig:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,10 +24,22 @@ from octavo.cli.flags import add_engine_flags, read_engine_config, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, write_json
 from octavo.config.engine_config import EngineConfig
 from octavo.config.sources import configured_model
-from octavo.core.errors import ConfigError
+from octavo.core.errors import (
+    ConfigError,
+    InsufficientMemoryError,
+    OctavoError,
+    TokenizerError,
+    UnsupportedModelError,
+    WeightError,
+)
 from octavo.core.model_config import ModelConfig
 from octavo.core.sampling_params import describe_sampling, sampling_in_effect
 from octavo.loader.builtin import BUILTIN
+from octavo.loader.files import readable_size
+
+if TYPE_CHECKING:
+    from octavo.kernels.interface import Kernels
+    from octavo.models.network import Network
 
 # ---- the machine
 
@@ -91,6 +107,7 @@ EXAMPLE = """\
 examples:
   octavo info
   octavo info smollm2-135m --json -
+  octavo info unsloth/Qwen3-0.6B-GGUF:Q4_K_M
   octavo info --limits
   octavo info ./my-model --check
   octavo info --fields
@@ -102,7 +119,7 @@ def make_parser() -> Parser:
         prog="octavo info",
         usage="octavo info [options] [MODEL]",
         description="Shows facts about this machine, this installation and a model.\n"
-        "The model is downloaded if necessary.",
+        "Of a model of the hub, the headers of the weights are fetched, and no weights unless --check is given.",
         epilog=EXAMPLE,
     )
     parser.add_argument(
@@ -133,12 +150,16 @@ def run(arguments: Arguments) -> int:
     has_model = model is not None or configured_model(arguments.config) is not None
     # The model is optional; the other options are checked in any case.
     options = read_engine_config(arguments, model if has_model else "none")
-    facts = machine_facts(options)
+    from octavo.kernels import load_kernels, resolve_device
+
+    kernels = load_kernels(options.kernels, resolve_device(options.device), deterministic=options.deterministic)
+    facts = machine_facts(options, kernels)
     if arguments.limits:
         facts["limits"] = limit_facts()
+    problem = None
     if has_model:
-        facts["model"] = model_facts(options)
-    if arguments.check:
+        facts["model"], problem = model_facts(options, kernels.name)
+    if arguments.check and problem is None:
         if not has_model:
             raise ConfigError("--check needs a MODEL, as in: octavo info ./my-model --check")
         facts["check"] = check_facts(options)
@@ -146,18 +167,19 @@ def run(arguments: Arguments) -> int:
         print("\n".join(_as_lines(facts)))
     else:
         write_json(arguments.json, facts)
+    if problem is not None:
+        raise problem
     return 2 if arguments.check and facts["check"]["problems"] else 0
 
 
-def machine_facts(options: EngineConfig) -> dict[str, Any]:
+def machine_facts(options: EngineConfig, kernels: Kernels) -> dict[str, Any]:
     """Versions, processor, memory and its limits (bytes), devices, and the engine's kernels."""
     import psutil
 
-    from octavo.kernels import load_kernels, num_gpus, resolve_device
+    from octavo.kernels import num_gpus
     from octavo.loader.files import cache_dir
     from octavo.runner.memory import available_memory, memory_limits
 
-    kernels = load_kernels(options.kernels, resolve_device(options.device), deterministic=options.deterministic)
     kernels.set_threads(options.num_threads, options.pin_threads)
     return {
         "octavo": __version__,
@@ -255,32 +277,180 @@ def _cpu_limit_facts() -> dict[str, Any]:
     }
 
 
-def model_facts(options: EngineConfig) -> dict[str, Any]:
+@dataclass(frozen=True)
+class DescribedModel:
+    """The files that ``octavo info`` reads of a model; weights may have headers alone (``write_sketch``)."""
+
+    #: Configuration and tokenizer; None: they cannot be made of the GGUF file.
+    folder: Path | None
+    gguf: Path | None
+    #: Where the model is; None: the weights are not on this machine.
+    place: Path | None
+    problem: OctavoError | None = None
+    #: The temporary folder of files that are not on this machine, and the repository that errors name instead.
+    scratch: tuple[str, str] = ("", "")
+
+    def rename(self, error: OctavoError) -> OctavoError:
+        """The error with the repository's name instead of the temporary folder's."""
+        return type(error)(str(error).replace(*self.scratch)) if self.scratch[0] else error
+
+
+@contextmanager
+def describe_model(options: EngineConfig) -> Iterator[DescribedModel]:
+    """The files of a model; of one of the hub, whose weights are not cached, their headers are fetched.
+
+    Raises:
+        OctavoError: there is no such model, or its files cannot be read.
+    """
+    from octavo.loader.gguf_config import write_gguf_folder
+    from octavo.loader.resolve import gguf_folder, gguf_source, hub_model, resolve_model, write_sketch
+
+    local = Path(os.path.expanduser(options.model))
+    with tempfile.TemporaryDirectory() as scratch:
+        place, gguf, problem = None, None, None
+        if name := hub_model(options.model):
+            from octavo.loader.hub import find_files
+
+            try:
+                files = find_files(name, options.revision)
+            except UnsupportedModelError as e:  # no weights that can be read
+                files, problem = find_files(name, options.revision, weights=False), e
+            if files.is_fetched or files.offline_reason is not None:
+                place = files.fetch()
+            path = place or write_sketch(files, Path(scratch))
+            gguf = None if files.gguf is None else path
+        elif os.path.isfile(local):
+            path = place = gguf = local
+        else:
+            path = place = resolve_model(options.model)
+            gguf = gguf_source(options.model)
+        temporary = (scratch, name.repo) if name and place is None else ("", "")
+        if gguf is None or gguf != path:
+            yield DescribedModel(path, gguf, place, problem, temporary)
+            return
+        try:
+            if place is not None:
+                folder = gguf_folder(gguf)
+            else:
+                folder = Path(scratch) / "converted"
+                folder.mkdir()
+                write_gguf_folder(gguf, folder)
+        except (UnsupportedModelError, TokenizerError, WeightError) as e:
+            yield DescribedModel(None, gguf, place, e, temporary)
+            return
+        yield DescribedModel(folder, gguf, place, scratch=temporary)
+
+
+def model_facts(options: EngineConfig, backend: str) -> tuple[dict[str, Any], OctavoError | None]:
+    """Facts of a model, and why it cannot be served; ``backend``: that of the kernels."""
+    from octavo.models.config_files import read_json
+
+    with describe_model(options) as described:
+        facts: dict[str, Any] = {
+            "name": options.model,
+            "description": BUILTIN[options.model].description if options.model in BUILTIN else None,
+            "folder": None if described.place is None else str(described.place),
+            "architecture": None,
+            "supported": True,
+            "reason": None,
+        }
+        problem = described.problem
+        folder, gguf = described.folder, described.gguf
+        stored = _stored_facts(folder, gguf)
+        if folder is not None and problem is None:
+            try:
+                config = _read_config(folder, options, gguf)
+                network_facts = _network_facts(options, config, described, stored, backend)
+                return {**facts, **network_facts}, None
+            except OctavoError as e:
+                problem = e
+        assert problem is not None
+        problem = described.rename(problem)
+        raw: dict[str, Any] = {}
+        if folder is not None and (file := folder / "config.json").is_file():
+            raw = read_json(file)
+        facts |= _raw_facts(raw, gguf) | {"supported": False, "reason": str(problem)} | stored
+        return facts, problem
+
+
+def _read_config(folder: Path, options: EngineConfig, gguf: Path | None) -> ModelConfig:
+    from octavo.loader.weights import check_headers, read_config
+
+    config = read_config(folder, options)
+    if gguf is not None or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+        check_headers(folder, config, gguf)
+    return config
+
+
+def _stored_facts(folder: Path | None, gguf: Path | None) -> dict[str, Any]:
+    """Bytes and types of the weights in the files, and their number, as far as headers can be read."""
+    from octavo.loader.files import split_paths
+    from octavo.loader.weights import read_headers
+
+    try:
+        if gguf is not None:
+            from octavo.loader.gguf_file import GGUFFile
+
+            file, paths = GGUFFile(gguf), split_paths(gguf)
+            types = Counter(tensor.type.name for tensor in file.tensors.values())
+            numbers = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+            own = {"quantization": file.file_type}
+        else:
+            assert folder is not None
+            paths, own = sorted(folder.glob("*.safetensors")), {}
+            headers = read_headers(folder) if paths else {}
+            types = Counter(tensor.dtype for tensor in headers.values())
+            numbers = sum(math.prod(tensor.shape) for tensor in headers.values())
+    except OctavoError:
+        return {}
+    size = sum(path.stat().st_size for path in paths)
+    return {**own, "tensor_types": dict(types.most_common()), "weight_bytes": size or None, "stored_numbers": numbers}
+
+
+def _raw_facts(raw: Mapping[str, Any], gguf: Path | None) -> dict[str, Any]:
+    """Architecture and context of a model that is not supported, as its files name them."""
+    if gguf is not None:
+        from octavo.loader.gguf_file import GGUFFile
+
+        try:
+            metadata = GGUFFile(gguf).metadata
+        except OctavoError:
+            return {}
+        kind = metadata.get("general.architecture")
+        return {"architecture": kind, "context_length": metadata.get(f"{kind}.context_length")}
+    inner = raw.get("text_config")
+    text = inner if isinstance(inner, dict) else {}
+    return {
+        "architecture": next(iter(raw.get("architectures") or ()), raw.get("model_type")),
+        "context_length": raw.get("max_position_embeddings", text.get("max_position_embeddings")),
+    }
+
+
+def _network_facts(
+    options: EngineConfig, config: ModelConfig, described: DescribedModel, stored: dict[str, Any], backend: str
+) -> dict[str, Any]:
     from octavo.config.kv_spec import group_layers
     from octavo.core.model_config import model_tasks
-    from octavo.loader.files import split_paths
-    from octavo.loader.resolve import gguf_source, resolve_model
-    from octavo.models.config_files import read_model_config
     from octavo.models.network import build_without_weights, kv_bytes_per_token, num_active_parameters, num_parameters
 
-    folder = resolve_model(options.model, revision=options.revision)
-    config, gguf = read_model_config(folder), gguf_source(options.model)
+    folder, gguf = described.folder, described.gguf
+    assert folder is not None
     tasks = model_tasks(config, options.task)
     dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
     network = build_without_weights(config, dtype, None, options.kv_cache_dtype)
-    files = Path(folder).glob("*.safetensors") if gguf is None else split_paths(gguf)
+    quantization = config.quantization
     return {
-        "name": options.model,
-        "description": BUILTIN[options.model].description if options.model in BUILTIN else None,
-        "folder": str(folder),
         "architecture": config.architecture,
+        "model_impl": config.model_impl,
         "tasks": list(tasks),
         **_pooling_facts(config, tasks),
         **_image_facts(config, folder),
+        **_chat_facts(options, folder, tasks),
         **_sampling_facts(options, folder, gguf, tasks),
         "checkpoint_dtype": config.checkpoint_dtype,
-        **_quantization_facts(config, gguf),
-        "weight_bytes": sum(file.stat().st_size for file in files) or None,
+        "quantization": stored.get("quantization", None if quantization is None else quantization.name),
+        **({"tensor_types": stored["tensor_types"]} if stored.get("tensor_types") else {}),
+        "weight_bytes": stored.get("weight_bytes"),
         "parameters": num_parameters(network),
         "active_parameters": num_active_parameters(network),
         "context_length": config.max_position,
@@ -299,17 +469,104 @@ def model_facts(options: EngineConfig) -> dict[str, Any]:
             }
             for group in group_layers(network.kv_specs)
         ],
+        "memory": _memory_facts(options, config, network, gguf, backend),
     }
 
 
-def _quantization_facts(config: ModelConfig, gguf: Path | None) -> dict[str, Any]:
-    if gguf is None:
-        return {"quantization": None if config.quantization is None else config.quantization.name}
+def _memory_facts(
+    options: EngineConfig, config: ModelConfig, network: Network, gguf: Path | None, backend: str
+) -> dict[str, Any]:
+    """Estimated bytes of weights and of the KV cache of one sequence of the whole context, and what fits this machine.
+
+    What fits is what the engine would find (``gpu_memory_utilization``), but for its largest step: some hundred MB.
+    """
+    from octavo.config.kv_spec import KVLayout, group_layers
+    from octavo.kernels import resolve_device
+    from octavo.loader.resolve import weight_quantization
+    from octavo.models.network import build_without_weights, weight_bytes
+    from octavo.runner.memory import available_memory, cache_size
+
+    total = None
+    if resolve_device(options.device) == "cpu":
+        available = available_memory()
+    else:
+        from octavo.kernels.torch_backend import describe_gpus
+
+        memory = describe_gpus()[0]["memory_bytes"]
+        available, total = memory["available"], memory["total"]
+    quantization = weight_quantization(options, backend, config.quantization, is_gguf=gguf is not None)
+    if gguf is not None and quantization == "gguf":
+        weights = _gguf_bytes(gguf)
+    else:
+        dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
+        weights = weight_bytes(build_without_weights(config, dtype, quantization))
+    context = min(options.max_model_len or config.max_position, config.max_position)
+    groups = [
+        (len(group.layers) * group.spec.bytes_per_token * options.block_size, group.spec.window)
+        for group in group_layers(network.kv_specs)
+    ]
+    layout = KVLayout.of(groups, options, options.token_budget)
+    cache, longest, sequences = layout.size(layout.held(context)), context if available >= weights else 0, None
+    if cache:
+        any_length = options.model_copy(update={"max_model_len": None})
+        try:
+            size = cache_size(layout, any_length, available - weights, context, total=total)
+            longest, sequences = size.max_model_len, layout.full_length_seqs(size.num_blocks, context)
+        except InsufficientMemoryError:
+            longest, sequences = 0, 0
+    return {
+        "context": context,
+        "weights_bytes": weights,
+        "kv_cache_bytes": cache,
+        "needed_bytes": weights + cache,
+        "available_bytes": available,
+        "fits": longest == context,
+        "sequences": sequences,
+        "longest_context": longest,
+    }
+
+
+def _gguf_bytes(gguf: Path) -> int:
+    """Bytes in memory of a GGUF file's weights: in the file's own bits, or in 8 bits with a scale per 32 values."""
+    from octavo.kernels.cpu.linear import KEPT_TYPES
     from octavo.loader.gguf_file import GGUFFile
 
-    file = GGUFFile(gguf)
-    types = Counter(tensor.type.name for tensor in file.tensors.values())
-    return {"quantization": file.file_type, "tensor_types": dict(types.most_common())}
+    size = 0.0
+    for tensor in GGUFFile(gguf).tensors.values():
+        numbers, kind = math.prod(tensor.shape), tensor.type.name
+        if len(tensor.shape) == 1:
+            size += 4 * numbers
+        elif kind in ("F32", "F16", "BF16"):
+            size += 2 * numbers
+        else:
+            size += tensor.rows * tensor.row_bytes if kind in KEPT_TYPES else numbers * 34 / 32
+    return int(size)
+
+
+def _chat_facts(options: EngineConfig, folder: Path, tasks: Sequence[str]) -> dict[str, Any]:
+    """Whether there is a chat template, and the names of the formats of tool calls and reasoning that it shows."""
+    if "generate" not in tasks:
+        return {}
+    from octavo.engine.chat_template import (
+        choose_template,
+        find_reasoning_marks,
+        load_chat_templates,
+        read_chat_template,
+    )
+    from octavo.models.config_files import read_json
+    from octavo.server.tool_parsers import TOOL_PARSERS, find_tool_parser
+
+    own, file = read_chat_template(options.chat_template), folder / "tokenizer_config.json"
+    templates = {"default": own} if own is not None else {}
+    if own is None:
+        templates = load_chat_templates(folder, read_json(file) if file.is_file() else {})
+    if not templates:
+        return {"chat_template": False, "tool_calls": None, "reasoning": None}
+    with_tools = choose_template(templates, None, has_tools=True)
+    parser = find_tool_parser(with_tools)
+    names = [name for name, each in TOOL_PARSERS.items() if each is parser]
+    reasoning = find_reasoning_marks(choose_template(templates, None, has_tools=False))
+    return {"chat_template": True, "tool_calls": names[0] if names else None, "reasoning": reasoning}
 
 
 def _sampling_facts(options: EngineConfig, folder: Path, gguf: Path | None, tasks: Sequence[str]) -> dict[str, Any]:
@@ -333,9 +590,9 @@ def _sampling_facts(options: EngineConfig, folder: Path, gguf: Path | None, task
 
 def _pooling_facts(config: ModelConfig, tasks: Sequence[str]) -> dict[str, Any]:
     """How a pooling model makes vectors or scores."""
-    if config.head == "lm" and tasks[0] == "generate":
-        return {}
     pooler = config.pooler
+    if config.head == "lm" and (tasks[0] == "generate" or pooler.pairs is not None):
+        return {}
     if config.head in ("sequence", "token"):
         return {"labels": list(config.labels)}
     return {
@@ -390,8 +647,8 @@ def _as_lines(facts: dict[str, Any], indent: str = "") -> list[str]:
     return lines
 
 
-#: Facts of several numbers on one line.
-_IN_ONE_LINE = ("memory_bytes", "cores", "sampling_defaults", "tensor_types")
+#: Facts of several numbers on one line or two.
+_IN_ONE_LINE = ("memory_bytes", "cores", "sampling_defaults", "tensor_types", "memory")
 
 
 def _values(name: str, label: str, value: Any) -> list[tuple[str, str]]:
@@ -408,7 +665,11 @@ def _values(name: str, label: str, value: Any) -> list[tuple[str, str]]:
             size = readable_size(group["kv_bytes_per_token"])
             lines.append(("kv cache", f"{group['layers']} layers keep {kept}, {size} each"))
         return lines
-    if value is None:
+    if name == "memory":
+        return _memory_lines(value)
+    if isinstance(value, bool):
+        text = "yes" if value else "no"
+    elif value is None:
         text = "-"
     elif name == "memory_bytes":
         text = ", ".join(f"{readable_size(number)} {kind}" for kind, number in value.items())
@@ -424,10 +685,17 @@ def _values(name: str, label: str, value: Any) -> list[tuple[str, str]]:
     return [(label, text)]
 
 
-def readable_size(number: float) -> str:
-    """A number of bytes, with a unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.1f} GiB"
+def _memory_lines(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
+    parts = f"{readable_size(memory['weights_bytes'])} weights"
+    if memory["kv_cache_bytes"]:
+        parts += f" + {readable_size(memory['kv_cache_bytes'])} kv cache of {memory['context']} tokens"
+    free = f"{readable_size(memory['available_bytes'])} are free"
+    if not memory["fits"]:
+        longest = memory["longest_context"]
+        less = f"a context of {longest} tokens would (--max-model-len)" if longest else "the weights alone take more"
+        fits = f"no, {free}: {less}"
+    else:
+        count = memory["sequences"]
+        many = f": {count} sequence{'s' * (count > 1)} of this length at once" if count else ""
+        fits = f"yes, {free}{many}"
+    return [("memory needed", f"about {readable_size(memory['needed_bytes'])}: {parts}"), ("fits here", fits)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from octavo.cli.info import readable_size
 from octavo.cli.parsing import (
     Arguments,
     Command,
@@ -17,13 +16,15 @@ from octavo.cli.parsing import (
     write_line,
 )
 from octavo.core.errors import ConfigError, ModelNotFoundError, did_you_mean
+from octavo.loader import files, hub
 from octavo.loader.builtin import BUILTIN
-from octavo.loader.files import CachedModel, cache_dir, cached_models, remove
+from octavo.loader.files import CachedModel, cache_dir, readable_size
 
 _PULL_EXAMPLE = """\
 examples:
   octavo pull smollm2-135m
   octavo pull HuggingFaceTB/SmolLM2-360M-Instruct
+  octavo pull unsloth/Qwen3-0.6B-GGUF:Q4_K_M
 
 built-in models:
 """ + "".join(f"  {model.name:<17} {model.description}\n" for model in BUILTIN.values())
@@ -33,7 +34,8 @@ def _pull_parser() -> Parser:
     return Parser(
         prog="octavo pull",
         usage="octavo pull [options] NAME",
-        description="Downloads a model, unless it is cached, and prints its folder.",
+        description="Downloads a model, unless it is cached, and prints its folder, or the GGUF file of a hub model.\n"
+        "An interrupted download is continued.",
         epilog=_PULL_EXAMPLE,
     )
 
@@ -41,10 +43,11 @@ def _pull_parser() -> Parser:
 def pull_model(arguments: Arguments) -> int:
     if len(arguments.words) != 1:
         raise ConfigError("octavo pull takes one NAME, as in: octavo pull smollm2-135m")
-    from octavo.loader.resolve import resolve_model
+    from octavo.loader.resolve import gguf_source, hub_model, resolve_model
 
     name = arguments.words[0]
-    print(resolve_model(name))
+    folder = resolve_model(name)
+    print((gguf_source(name) if hub_model(name) else None) or folder)
     if name in BUILTIN and BUILTIN[name].is_base:
         print(f"octavo: {name} is a base model: it continues texts and answers no questions", file=sys.stderr)
     return 0
@@ -55,8 +58,8 @@ examples:
   octavo list
   octavo list --json -
 
-The cache (OCTAVO_CACHE) holds built-in models and converted GGUF files. Models of the hub are in the cache of
-huggingface_hub: 'hf cache ls' shows them.
+OCTAVO_CACHE holds built-in models, and configuration and tokenizer of GGUF files. Models of the hub (kind "hub") are in
+the cache of huggingface_hub (HF_HUB_CACHE), with those that other programs have fetched.
 """
 
 
@@ -73,7 +76,7 @@ def _list_parser() -> Parser:
 
 def list_models(arguments: Arguments) -> int:
     refuse_words(arguments)
-    models = cached_models()
+    models = _cached_models()
     if arguments.json is not None:
         write_json(arguments.json, {"models": [_as_json(model) for model in models]})
         return 0
@@ -83,8 +86,19 @@ def list_models(arguments: Arguments) -> int:
         kind += ", base model" if _is_base(model) else ""
         print(f"{model.name:<{width}}  {kind:<32}  {readable_size(model.size):>10}  {model.folder}")
     total = readable_size(sum(model.size for model in models))
-    print(f"{total} in {len(models)} folders of {cache_dir()}")
+    places = " and ".join(
+        str(place) for place in (cache_dir(), *([hub.hub_cache()] if any(map(_is_of_hub, models)) else []))
+    )
+    print(f"{total} in {len(models)} folders of {places}")
     return 0
+
+
+def _cached_models() -> list[CachedModel]:
+    return sorted([*files.cached_models(), *hub.cached_models()], key=lambda model: model.name)
+
+
+def _is_of_hub(model: CachedModel) -> bool:
+    return model.kind == "hub"
 
 
 def _is_base(model: CachedModel) -> bool:
@@ -106,9 +120,10 @@ _RM_EXAMPLE = """\
 examples:
   octavo rm smollm2-135m
   octavo rm smollm2-135m-float32-08666b006d51fc7d
+  octavo rm unsloth/Qwen3-0.6B-GGUF:Q4_K_M
 
-NAME is a model of 'octavo list', with all its folders, or one folder. Only listed models can be removed; your own GGUF
-files that they were converted from stay.
+NAME is a model of 'octavo list', with all its folders, or one folder, or a repository of the hub with all its models.
+Only listed models can be removed; your own GGUF files that they were converted from stay.
 """
 
 
@@ -127,14 +142,14 @@ def remove_models(arguments: Arguments) -> int:
     """Removes the models if all are in the cache, else none."""
     if not arguments.words:
         raise ConfigError("octavo rm takes the NAME of a model, as in: octavo rm smollm2-135m")
-    models = cached_models()
-    chosen = {model.folder: model for name in arguments.words for model in _matches(name, models)}
+    models = _cached_models()
+    chosen = {(model.folder, model.name): model for name in arguments.words for model in _matches(name, models)}
     freed = sum(model.size for model in chosen.values())
     with json_output(arguments) as stream:
         for model in chosen.values():
-            remove(model)
+            (hub if _is_of_hub(model) else files).remove(model)
             if stream is None:
-                print(f"removed {model.folder}")
+                print(f"removed {f'{model.name} from ' if _is_of_hub(model) else ''}{model.folder}")
         if stream is None:
             print(f"{readable_size(freed)} freed")
         else:
@@ -145,6 +160,13 @@ def remove_models(arguments: Arguments) -> int:
 def _matches(name: str, models: list[CachedModel]) -> list[CachedModel]:
     """The models of this name, or the model in the folder of this name."""
     matches = [model for model in models if name in (model.name, model.folder.name)]
+    if (wanted := hub.parse_hub_model(name)) is not None:
+        matches = [model for model in models if _is_of_hub(model) and hub.is_meant(wanted, model)]
+        # What was made of a GGUF file goes with it.
+        from octavo.loader.resolve import converted_folder
+
+        made = {converted_folder(model.folder / model.files[0]) for model in matches if ":" in model.name}
+        matches += [model for model in models if model.folder in made]
     if not matches:
         names = list(dict.fromkeys(model.name for model in models))
         hint = did_you_mean(name, names, f"there is {', '.join(names) or 'none'}", cutoff=0.5)

@@ -27,6 +27,7 @@ COMMON_OPTIONS = frozenset(
 EXAMPLE = """\
 examples:
   octavo serve smollm2-135m
+  octavo serve unsloth/Qwen3-0.6B-GGUF:Q4_K_M
   octavo serve smollm2-135m --port 9000 --max-num-seqs 64 --api-key-file keys.txt
   OCTAVO_PORT=9000 octavo serve --config octavo.yaml
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\

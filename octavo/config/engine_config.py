@@ -103,9 +103,26 @@ class EngineConfig(
                 raise ConfigError(f"{name} is not supported with encoder-decoder models: leave it out")
         return self.with_token_budget(device, context_length)
 
+    def for_transformers(self, device: str, context_length: int) -> Self:
+        """``with_token_budget`` for a model that transformers computes; raises ConfigError for unsupported options."""
+        names = ("enable_lora", "enable_prompt_adapter")
+        refused = {name: getattr(self, name) for name in names}
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            refused[f"{name} above 1"] = getattr(self, name) > 1
+        refused[f"quantization={self.quantization!r}"] = self.quantization not in ("auto", "none")
+        if self.speculative_config is not None and self.speculative_config.method not in ("ngram", "suffix"):
+            refused[f"speculative_config with method {self.speculative_config.method!r}"] = True
+        for name, value in refused.items():
+            if value:
+                raise ConfigError(
+                    f"{name} is not supported with models that run through transformers' code (model_impl): leave it "
+                    "out"
+                )
+        return self.with_token_budget(device, context_length)
+
     def for_encoder(self, device: str) -> Self:
         """``with_token_budget`` for an encoder, without a KV cache; raises ConfigError for unsupported options."""
-        for name in ("speculative_config", "shared_prefix", "enable_lora", "enable_prompt_adapter"):
+        for name in ("speculative_config", "shared_prefix", "enable_prompt_adapter"):
             if getattr(self, name, None):
                 raise ConfigError(f"{name} is for models that generate text: leave it out")
         if (budget := self.max_num_batched_tokens) is None:

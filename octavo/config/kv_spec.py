@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 NUMBER_BYTES = {
     "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5, "gguf": 0.5,
     "gptq-int4": 0.5, "gptq-int8": 1.0, "awq-int4": 0.5, "compressed-tensors-int4": 0.5, "compressed-tensors-int8": 1.0,
+    "mxfp4": 0.5,
 }  # fmt: skip
 #: Bytes of a scale; int8 and fp8 caches have one for each key and value of a head.
 _SCALE_BYTES = 4

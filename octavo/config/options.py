@@ -86,7 +86,7 @@ GraphCapture = Annotated[
     Discriminator(lambda value: "when" if value in ("lazy", "start") else "sizes"),
 ]
 
-Quantization = Literal["auto", "none", "int8", "int4", "fp8", "gguf", "gptq", "awq", "compressed-tensors"]
+Quantization = Literal["auto", "none", "int8", "int4", "fp8", "gguf", "gptq", "awq", "compressed-tensors", "mxfp4"]
 
 
 def _one_or_more(value: object) -> object:
@@ -97,14 +97,27 @@ class ModelOptions(OptionPart):
     """The model, its weights and its tokenizer."""
 
     model: str = Field(
-        description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a hub id (owner/name)."
+        description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a model of the hub "
+        "(owner/name, owner/name:Q4_K_M, owner/name/FILE.gguf)."
     )
     task: Literal["auto", "generate", "embed", "classify", "score"] = Field(
         "auto",
         description="What the model is used for: text (generate), vectors (embed), class scores (classify), or the "
         "fit of two texts (score; a language model answers yes or no). auto: every task of the network's head.",
     )
-    tokenizer: str | None = Field(None, description="Folder of a tokenizer to use instead of the model's own.")
+    model_impl: Literal["auto", "octavo", "transformers"] = Field(
+        "auto",
+        description="Whose code computes the model: a network of octavo, or transformers' own (slower; needs the extra "
+        "octavo[transformers]). auto: octavo's if there is one for the architecture, else transformers'.",
+    )
+    trust_remote_code: bool = Field(
+        False,
+        description="Run the modules with a model's own code that its config.json names (auto_map), through "
+        "transformers. They have all rights of the engine's process.",
+    )
+    tokenizer: str | None = Field(
+        None, description="Folder, GGUF file or hub model whose tokenizer is used instead of the model's own."
+    )
     skip_tokenizer_init: bool = Field(
         False,
         description="Load no tokenizer. Prompts and answers are token ids; text, chat, stop strings and bad words are "
@@ -123,8 +136,8 @@ class ModelOptions(OptionPart):
         "auto",
         description="int8, int4 (and fp8 on GPUs) quantise the matrices at load time. gguf computes with the "
         "quantised values of a GGUF file (on CPUs; 2, 3, 5 and 6 bits are widened to 8). none computes in dtype. auto "
-        "means, on a CPU, gguf for a GGUF file and the stored integers of a GPTQ, AWQ or compressed-tensors "
-        "checkpoint, else none. gptq, awq and compressed-tensors mean auto for such a checkpoint.",
+        "means, on a CPU, gguf for a GGUF file and the stored numbers of a GPTQ, AWQ, MXFP4 or compressed-tensors "
+        "checkpoint, else none. gptq, awq, compressed-tensors and mxfp4 mean auto for such a checkpoint.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto", description="Weights from the checkpoint (auto, safetensors), or random ones for measurements (dummy)."

@@ -66,7 +66,7 @@ class RopeConfig:
 class QuantizationScheme:
     """How some matrices of a quantised checkpoint are stored."""
 
-    #: Type of a weight: "int4", "int8", or "fp8" (e4m3).
+    #: Type of a weight: "int4", "int8", "fp8" (e4m3), or "mxfp4" (e2m1, with scales of e8m0).
     number: str
     #: Consecutive weights of a row that share a scale.
     group: int | None = None
@@ -80,7 +80,7 @@ class QuantizationScheme:
 class CheckpointQuantization:
     """``quantization_config`` of a config.json. Tensors show which matrices it applies to."""
 
-    #: "gptq", "awq", "compressed-tensors" or "fp8".
+    #: "gptq", "awq", "compressed-tensors", "fp8" or "mxfp4".
     method: str
     #: None if only unread tensors are quantised, such as the KV cache.
     schemes: tuple[QuantizationScheme, ...]
@@ -96,9 +96,9 @@ class CheckpointQuantization:
         return "-".join([self.method, *sorted(numbers, key=("int4", "int8", "fp8").index)[:1]])
 
     @property
-    def has_integers(self) -> bool:
-        """Whether there are integers in groups of consecutive weights, which kernels may use as they are."""
-        return not self.reordered and any(scheme.number in ("int4", "int8") for scheme in self.schemes)
+    def has_codes(self) -> bool:
+        """Whether there are codes in groups of consecutive weights, which kernels may use as they are."""
+        return not self.reordered and any(scheme.number in ("int4", "int8", "mxfp4") for scheme in self.schemes)
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,10 @@ class ModelConfig:
     image_facts: ImageFacts | None = None
     labels: tuple[str, ...] = ()
     pooler: PoolerConfig = field(default_factory=lambda: PoolerConfig(kind="last"))
+    #: Whose code computes it: a network of ``octavo.models``, or transformers'.
+    model_impl: Literal["octavo", "transformers"] = "octavo"
+    #: Why ``max_position`` is below the checkpoint's longest context, for errors; "": it is not.
+    context_note: str = ""
 
     @property
     def default_length(self) -> int:
@@ -179,11 +183,13 @@ def model_tasks(config: ModelConfig, task: str = "auto") -> tuple[str, ...]:
     """ "generate", "transcribe", or some of ``PoolingTask``, as the option ``task`` allows; raises ConfigError."""
     if config.encoder_facts is not None:
         tasks: tuple[str, ...] = ("transcribe",) if config.encoder_facts.takes_audio else ("generate",)
+    elif config.head == "lm" and config.pooler.pairs is not None:  # a language model that scores pairs
+        tasks = ("score",)
     elif config.head == "lm" and config.pooler.is_from_files:  # a language model trained for embeddings
         tasks = ("embed", "token_embed", "score", "generate")
     else:
         tasks = _BY_HEAD[config.head]
-    if config.head == "sequence" and len(config.labels) == 1:
+    if config.head == "sequence" and (len(config.labels) == 1 or config.pooler.pairs is not None):
         tasks = ("classify", "score")
     if task == "auto":
         return tasks

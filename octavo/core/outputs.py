@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
@@ -316,6 +316,18 @@ class DenseConfig:
 
 
 @dataclass(frozen=True)
+class PairFormat:
+    """How a pair of texts becomes the prompt of a language model that scores it, as its files say."""
+
+    #: Text with {query} and {document}. None: the chat template, to which they are messages of these roles.
+    template: str | None = None
+    #: Keywords of the chat template.
+    options: Mapping[str, Any] = field(default_factory=dict)
+    #: Ids of the tokens that deny and confirm, of whose logits the score is made. None: a head of classes makes it.
+    answer_ids: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
 class PoolerConfig:
     """Pooling and prompts of a model."""
 
@@ -334,5 +346,7 @@ class PoolerConfig:
     similarity: Literal["cosine", "dot", "euclidean", "manhattan"] = "cosine"
     #: For probabilities of classes.
     activation: PoolerActivation = "sigmoid"
+    #: Of a language model that scores pairs; with classes, the first one's probability is the score.
+    pairs: PairFormat | None = None
     #: Whether it was read from files; else it is the default of the network.
     is_from_files: bool = False

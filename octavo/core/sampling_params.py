@@ -162,6 +162,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     disable_fallback: bool | None = None
     #: The constraint begins after the first occurrence of these tokens, such as the end of reasoning.
     begin_after: list[int] = []
+    #: Text before the constrained part, with special tokens, such as the header of a channel.
+    begin_with: str = ""
 
     def __post_init__(self) -> None:
         if (make_schema := getattr(self.json, "model_json_schema", None)) is not None:
@@ -210,7 +212,8 @@ def structured_outputs_of(value: StructuredOutputsParams | Mapping[str, Any]) ->
     if not isinstance(value, Mapping):
         problem = "must be StructuredOutputsParams or a mapping with its fields"
         raise InvalidRequestError(problem, path="structured_outputs", got=value)
-    fields = [name for name in StructuredOutputsParams.__struct_fields__ if name != "begin_after"]  # not for users
+    internal = ("begin_after", "begin_with")
+    fields = [name for name in StructuredOutputsParams.__struct_fields__ if name not in internal]
     for name in value:
         if name not in fields:
             hint = did_you_mean(str(name), fields, written=str)

@@ -32,6 +32,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from octavo.core.errors import InvalidRequestError, TokenizerError
+from octavo.engine.harmony import render_harmony
 
 #: Longest rendered text in characters.
 MAX_RENDERED = 16 << 20
@@ -436,7 +437,8 @@ _ID_CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz
 class CallFormat:
     """How a model writes tool calls: ``begin``, the calls joined with ``separator``, ``end``."""
 
-    #: Template of a call, with ``{name}`` and ``{arguments}``.
+    #: Template of a call, with ``{name}`` and ``{arguments}``; ``{index}``: the number of the call, ``{id}``: nine
+    #: letters and digits.
     call: str
     #: None: a message has one call at most.
     separator: str | None = None
@@ -444,6 +446,17 @@ class CallFormat:
     end: str = ""
     #: Beginning of ``begin`` and ``call`` that tells calls from content; None: their position tells.
     trigger: str | None = None
+    #: Template of an argument, with ``{key}``, ``{value}`` and perhaps ``{is_text}``; None: arguments are JSON objects.
+    argument: str | None = None
+    argument_separator: str = ""
+    #: Values of such arguments. ``text``: strings as they are, others as JSON. ``json``, ``python``: literals.
+    #: ``quoted``: strings between ``quote``, names of members without quotes.
+    values: Literal["text", "json", "python", "quoted"] = "text"
+    quote: str = ""
+    #: Texts that end a value.
+    stops: Sequence[str] = ()
+    #: Text before an answer that is no call.
+    answer: str = ""
 
     def pieces(self, name: str) -> tuple[str, str]:
         """Returns the text of a call before and after its arguments."""
@@ -451,8 +464,40 @@ class CallFormat:
         return before.replace("{name}", name), after
 
     def written(self, calls: Sequence[tuple[str, str]]) -> str:
-        texts = [arguments.join(self.pieces(name)) for name, arguments in calls]
+        """Writes calls, each a name and the JSON text of its arguments."""
+        texts = []
+        for index, (name, arguments) in enumerate(calls):
+            text = self._arguments(arguments).join(self.pieces(name))
+            texts.append(text.replace("{index}", str(index)).replace("{id}", _short_id(f"{index} {name}")))
         return self.begin + (self.separator or "").join(texts) + self.end
+
+    def _arguments(self, text: str) -> str:
+        if self.argument is None:
+            return text
+        arguments = parse_arguments(text)
+        if not isinstance(arguments, dict):
+            arguments = {"<parameter-name>": "<value>"}
+        return self.argument_separator.join(
+            self.argument_pieces(key, is_text=isinstance(value, str)).replace("{value}", self.value_text(value))
+            for key, value in arguments.items()
+        )
+
+    def argument_pieces(self, key: str, *, is_text: bool) -> str:
+        """Returns the text of an argument, with ``{value}`` in it."""
+        template = (self.argument or "").replace("{is_text}", "true" if is_text else "false")
+        return template.replace("{key}", key)
+
+    def value_text(self, value: Any) -> str:
+        """Writes the value of an argument."""
+        if self.values == "python":
+            return repr(value)
+        if isinstance(value, str) and self.values != "json":
+            return self.quote + value + self.quote
+        if self.values == "quoted" and isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{self.value_text(member)}" for key, member in value.items()) + "}"
+        if self.values == "quoted" and isinstance(value, list):
+            return "[" + ",".join(map(self.value_text, value)) + "]"
+        return json.dumps(value, ensure_ascii=False)
 
 
 #: The most common format: Hermes, Qwen and many more.
@@ -604,6 +649,7 @@ def _environment() -> _Sandbox:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
+    environment.globals["render_harmony"] = render_harmony
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     return environment
 

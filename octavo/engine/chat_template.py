@@ -23,6 +23,7 @@ from octavo.engine.chat_messages import (
     template_variables,
     to_parts,
 )
+from octavo.engine.harmony import ANALYSIS, END, HARMONY_TEMPLATE, is_harmony
 from octavo.process.sandbox import Sandbox
 from octavo.process.sandbox_process import SandboxAnswer, SandboxCall
 
@@ -36,8 +37,14 @@ def load_chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> di
     """Returns a model's templates by name; the usual one is ``default``.
 
     Read from ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, else from tokenizer_config.json,
-    where ``chat_template`` is a text or a list of ``{"name": ..., "template": ...}``.
+    where ``chat_template`` is a text or a list of ``{"name": ..., "template": ...}``. Octavo's own replaces that of
+    gpt-oss.
     """
+    templates = _read_templates(folder, tokenizer_config)
+    return {name: HARMONY_TEMPLATE if is_harmony(text) else text for name, text in templates.items()}
+
+
+def _read_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     try:
@@ -359,6 +366,8 @@ def _answer(function: Callable[[dict[str, Any]], Any], content: bytes) -> bytes:
 
 #: By the name that ``--reasoning-parser`` gives.
 REASONING_MARKS = {
+    # gpt-oss
+    "harmony": ReasoningMarks(ANALYSIS, END),
     # Most models. DeepSeek R1 begins inside its reasoning; Qwen3 and Qwen 3.5 call tools without closing it.
     "qwen3": ReasoningMarks("<think>", "</think>", interrupts=("<tool_call>",)),
     "deepseek_r1": ReasoningMarks("<think>", "</think>", begins_inside=True, interrupts=("<tool_call>",)),
@@ -369,11 +378,21 @@ REASONING_MARKS = {
     "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
     # Granite 3.2, in words
     "granite": ReasoningMarks("Here is my thought process:", "Here is my response:"),
+    # Families whose answer has marks of its own
+    "hunyuan_a13b": ReasoningMarks("<think>", "</think>"),
+    "ernie45": ReasoningMarks("<think>", "</think>", begins_inside=True, interrupts=("<tool_call>",)),
 }
+
+
+#: Texts of chat templates that tell families with the marks of ``qwen3`` apart; the first that occurs.
+_THINK_SIGNS = (("<answer>", "hunyuan_a13b"), ("<response>\n", "ernie45"), ("<response>\\n", "ernie45"))
 
 
 def find_reasoning_marks(template: str) -> str | None:
     think = REASONING_MARKS["qwen3"]
-    if think.end in template and think.start not in template:
-        return "deepseek_r1"  # the template removes the reasoning of earlier answers, and opens none
+    if think.end in template:
+        if (name := next((name for sign, name in _THINK_SIGNS if sign in template), None)) is not None:
+            return name
+        # Some templates remove the reasoning of earlier answers, and open none.
+        return "qwen3" if think.start in template else "deepseek_r1"
     return next((name for name, marks in REASONING_MARKS.items() if marks.start in template), None)

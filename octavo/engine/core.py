@@ -397,6 +397,8 @@ class EngineCore(StepLoop):
             options = options.for_encoder(device)
         elif self.model_config.encoder_facts is not None:
             options = options.for_encoder_decoder(device, context_length)
+        elif self.model_config.model_impl == "transformers":
+            options = options.for_transformers(device, context_length)
         else:
             options = options.with_token_budget(device, context_length)
         #: With ``max_num_batched_tokens`` resolved.
@@ -575,6 +577,7 @@ def _context_length(options: EngineConfig, config: ModelConfig) -> int:
     if length > config.max_position:
         raise ConfigError(
             f"max_model_len ({length}) is longer than the model's context length ({config.max_position} tokens)"
+            f"{config.context_note and '; ' + config.context_note}"
         )
     budget = options.max_num_batched_tokens
     if config.is_encoder:
@@ -748,7 +751,7 @@ def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) 
         draft_folder = resolve_model(draft.model, revision=draft.revision, weights=not dummy)
     except ModelNotFoundError as e:
         raise ModelNotFoundError(f"speculative_config: {e}") from None
-    draft_size = read_model_config(draft_folder).vocab_size
+    draft_size = read_model_config(draft_folder, model_impl="octavo").vocab_size
     if draft_folder == folder:
         return
     tokenizer = find_tokenizer(options, folder)

@@ -310,7 +310,8 @@ class ProcessStarter:
 
     async def digest_now(self) -> str:
         """The digest of the checkpoint that a new core would load."""
-        return await asyncio.to_thread(checkpoint_digest, self._start.options["model"], self._folder())
+        options = self._start.options
+        return await asyncio.to_thread(checkpoint_digest, options["model"], self._folder(), options.get("revision"))
 
     def _folder(self) -> Path:
         """The folder of the model's configuration; for a GGUF file, the one extracted from its present content."""

@@ -179,7 +179,7 @@ def _load(front_end: FrontEndLink) -> EngineCore | None:
     send_logs(start.log_level, front_end.send)
     try:
         # Before the files are read: if they change meanwhile, the digest is not theirs.
-        digest = checkpoint_digest(start.options["model"], Path(start.folder))
+        digest = checkpoint_digest(start.options["model"], Path(start.folder), start.options.get("revision"))
         with memory_errors(), phase("model"):
             core = EngineCore(make_config(**start.options), Path(start.folder), start.replica)
         _check_messages(core)

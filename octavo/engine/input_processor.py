@@ -527,11 +527,23 @@ _DEFAULT_ANSWERS = ("no", "yes")
 
 
 class YesNoScorer:
-    """Scores pairs with a language model: the score is the probability of the second of ``answer_ids`` ("yes")."""
+    """Scores pairs with a language model: the score is the probability of the second of ``answer_ids`` ("yes").
+
+    Without ``answer_ids`` a head of classes makes the score.
+    """
 
     def __init__(self, files: ModelFiles) -> None:
-        """The answers are those of ``hf_overrides`` (``classifier_from_token``), or "no" and "yes"."""
-        self._tokenizer = files.tokenizer
+        """The answers are those of the model's files or of ``hf_overrides`` (``classifier_from_token``), or "no" and
+        "yes".
+        """
+        self._tokenizer, pooler = files.tokenizer, files.model_config.pooler
+        self._format, self._system = pooler.pairs, pooler.prompts.get(pooler.default_prompt_name or "")
+        if self._format is not None:
+            self.answer_ids = list(self._format.answer_ids or ())
+            vocab_size = files.model_config.vocab_size
+            if max(self.answer_ids, default=0) >= vocab_size:
+                raise ConfigError(f"LogitScore names the tokens {self.answer_ids}, but the vocabulary has {vocab_size}")
+            return
         words = (files.options.hf_overrides or {}).get("classifier_from_token", _DEFAULT_ANSWERS)
         ids = [self._tokenizer.convert_tokens_to_ids(word) for word in words]
         if len(ids) != 2 or None in ids:
@@ -555,6 +567,17 @@ class YesNoScorer:
         return {"prompt": f"{query} {document}", "prompt_token_ids": ids}
 
     def _encode(self, query: str, document: str) -> list[int]:
+        pairs = self._format
+        if pairs is not None and pairs.template is not None:
+            before, _, after = pairs.template.partition("{document}")
+            rendered = before.replace("{query}", query) + document + after.replace("{query}", query)
+            return self._tokenizer.encode(rendered, add_special_tokens=False)
+        if pairs is not None:
+            pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+            system = [] if self._system is None else [{"role": "system", "content": self._system}]
+            return self._tokenizer.encode(
+                self._tokenizer.apply_chat_template([*system, *pair], **pairs.options), add_special_tokens=False
+            )
         text = f"<Instruct>: {_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
         if not self._tokenizer.chat_templates:
             return self._tokenizer.encode(f"{_SYSTEM}\n\n{text}\n\nAnswer:")
@@ -576,7 +599,8 @@ class PoolingInputs:
         self.config, self.pooler = files.model_config, files.model_config.pooler
         #: "generate", and those of ``PoolingTask``.
         self.tasks = model_tasks(self.config, files.options.task)
-        self._yes_no = YesNoScorer(files) if self.config.head == "lm" and self.tasks == ("score",) else None
+        has_answers = self.pooler.pairs is not None or (self.config.head == "lm" and self.tasks == ("score",))
+        self._yes_no = YesNoScorer(files) if has_answers else None
 
     def require(self, task: str) -> None:
         if task not in self.tasks:

@@ -83,7 +83,7 @@ class LocalCores(Replicas[LocalCore]):
             self._digest = self._find_digest()
 
     def _find_digest(self) -> str:
-        return checkpoint_digest(self._files.options.model, self._files.folder)
+        return checkpoint_digest(self._files.options.model, self._files.folder, self._files.options.revision)
 
     async def call(self, method: str, kind: type[T], *args: Any) -> list[T]:
         """Calls the core. A worker that is lost meanwhile raises here, and is replaced in the next step."""

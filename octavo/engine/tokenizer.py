@@ -14,6 +14,7 @@ import tokenizers
 from octavo.core.errors import InvalidRequestError, TokenizerError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.chat_template import choose_template, load_chat_templates, read_chat_template, render_chat
+from octavo.loader.resolve import resolve_tokenizer
 from octavo.loader.sentencepiece import byte_alphabet
 from octavo.loader.tokenizer_files import (
     complete_backend,
@@ -328,13 +329,14 @@ def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
     With random weights a missing tokenizer is replaced by one that refuses text. With ``skip_tokenizer_init`` none is
     loaded, and output has no text.
     """
-    check_architecture(folder)
+    check_architecture(folder, options.model_impl)
     if options.skip_tokenizer_init:
         return SkippedTokenizer(folder)
     template = read_chat_template(options.chat_template)
     if options.tokenizer is None and options.load_format == "dummy" and not has_tokenizer(folder):
         return NoTokenizer(folder)
-    tokenizer = load_tokenizer(folder if options.tokenizer is None else Path(options.tokenizer), template)
+    source = folder if options.tokenizer is None else resolve_tokenizer(options.tokenizer)
+    tokenizer = load_tokenizer(source, template)
     settings = transformer_settings(folder)
     if settings is not None and settings.flag("do_lower_case"):
         # As sentence-transformers does if no normalizer makes texts lower case.

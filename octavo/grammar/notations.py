@@ -239,6 +239,19 @@ def lark_literal(text: str) -> str:
     return "".join(f"\\u{ord(c):04x}" if 0x7F <= ord(c) < 0xA0 else c for c in quoted)
 
 
+def lark_symbols(text: str, special: Mapping[str, int]) -> str:
+    """A text as Lark literals and special tokens, whose ids ``special`` has."""
+    tokens = sorted((token for token in special if token in text), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+    symbols = []
+    for part in filter(None, parts):
+        if part not in special:
+            symbols.append(json.dumps(part))
+        else:  # llguidance names tokens by their text in angle brackets, or by id
+            symbols.append(part if re.fullmatch(r'<[^<>\s"]+>', part) else f"<[{special[part]}]>")
+    return " ".join(symbols)
+
+
 # Lark: github.com/lark-parser/lark, docs/grammar.md
 
 #: Tokens of Lark: strings, regexes and comments first, since they may contain text that looks like the others.

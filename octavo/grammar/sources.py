@@ -27,7 +27,7 @@ from octavo.grammar.json_schema import (
     with_options,
 )
 from octavo.grammar.matcher import parser_limits
-from octavo.grammar.notations import is_lark, lark_literal, lark_of_gbnf, plain_lark
+from octavo.grammar.notations import is_lark, lark_literal, lark_of_gbnf, lark_symbols, plain_lark
 from octavo.grammar.regex_automaton import single_whole_match, whole_match
 from octavo.grammar.schema_dialects import Schema
 
@@ -88,9 +88,19 @@ def make_grammar(
             source = _grammar_source(params.grammar or "", place, relaxed)
         if error := _compile_error(source, byte_tokenizer(frozenset(special_tokens), vocab_size)):
             raise InvalidRequestError(_readable(error, with_place=source == params.grammar), path=place)
+    if params.begin_with:
+        source = _after_text(params.begin_with, source, special_tokens)
     if len(source.encode()) > MAX_BYTES:
         raise InvalidRequestError(f"becomes a grammar of more than {MAX_BYTES} bytes", path=place)
     return Grammar(key, source, params.begin_after)
+
+
+def _after_text(text: str, source: str, special_tokens: Collection[str]) -> str:
+    """The grammar ``source`` behind a text, whose special tokens must have names in angle brackets."""
+    grammar = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    start = f"start: {lark_symbols(text, dict.fromkeys(special_tokens, -1))} @answer"
+    grammars = [{"lark_grammar": start}, {**grammar, "name": "answer"}]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 # JSON schemas.

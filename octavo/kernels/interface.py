@@ -182,20 +182,33 @@ class Kernels(ArrayMaker):
         """Whether ``pack`` takes this matrix in its own bits; else it is dequantised as it is loaded."""
         return False
 
+    def form_of(self, kind: str) -> StoredForm | None:
+        """How ``pack`` keeps a matrix in the blocks of a GGUF type; None: it is dequantised as it is loaded."""
+        return None
+
     @abstractmethod
     def pack_heads(self, weight: np.ndarray, dtype: DType) -> PackedHeads:
         """Packs a matrix for each head, weight [H, N, K] of any floating type, rounded to ``dtype``."""
 
     @abstractmethod
     def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
+        self,
+        gate_up: Sequence[PackedWeight],
+        down: Sequence[PackedWeight],
+        shared: int = 0,
+        activation: Activation = "silu",
+        *,
+        weighs_input: bool = False,
     ) -> PackedExperts:
         """The experts of a layer, made from the results of ``pack``, which the caller then drops.
 
         Args:
-            gate_up: of each expert, gated, without bias; the sizes between the two matrices may differ.
-            down: of each expert, without bias, all with the same ``pieces``.
+            gate_up: of each expert, gated, all with a bias or none; the sizes between the two matrices may differ.
+            down: of each expert, without bias (see ``add_expert_bias``), all with the same ``pieces``.
             shared: number of experts at the end that every token has.
+            activation: of the gates.
+            weighs_input: whether the weights are factors of the experts' inputs, rounded to their type, and not of
+                their results. Without shared experts only.
 
         Raises:
             ConfigError: the backend has no products of experts in that format.
@@ -215,6 +228,20 @@ class Kernels(ArrayMaker):
         """
 
     @abstractmethod
+    def add_expert_bias(self, x: Array, experts: Array, weights: Array, bias: Array) -> Array:
+        """x + the sum over a token's experts of weight * the expert's row of ``bias``, in the order of the slots.
+
+        These are the biases of the experts' down projections. Ranks that share the projections' inputs sum their
+        products only, and all have the whole biases.
+
+        Args:
+            x: float32 [T, E]; its memory may be reused.
+            experts: int32 [T, slots].
+            weights: float32 [T, slots].
+            bias: float32 [experts, E].
+        """
+
+    @abstractmethod
     def embedding(
         self, ids: Array, table: Array, first: int = 0, *, scale: float = 1.0, add: Array | None = None
     ) -> Array:
@@ -230,9 +257,9 @@ class Kernels(ArrayMaker):
     ) -> Array:
         """Root mean square norm over the last dimension (Zhang & Sennrich 2019), computed in float32.
 
-        x [T, E], or [T, heads, D] with any strides over the first two, has any float type; the result has
-        ``out_dtype``, by default the weight's. With ``add``, contiguous float32 of x's shape, the result is float32:
-        add + norm; its memory may be reused.
+        x [T, E], or [T, heads, D] with any strides over the first two, has any float type; the weight is that of the
+        last dimension, or [heads, D]. The result has ``out_dtype``, by default the weight's. With ``add``, contiguous
+        float32 of x's shape, it is float32: add + norm; the memory of ``add`` may be reused.
         """
 
     @abstractmethod
@@ -242,17 +269,28 @@ class Kernels(ArrayMaker):
         """Layer norm over the last dimension (Ba et al. 2016), computed in float32; x and result as in ``rms_norm``."""
 
     @abstractmethod
+    def clamp(self, x: Array, limit: float) -> Array:
+        """min(max(x, -limit), limit) in place; x [T, E], rows may be strided. NaN stays NaN."""
+
+    @abstractmethod
     def soft_cap(self, x: Array, cap: float) -> Array:
         """cap * tanh(x / cap) of logits x, float32 [n, vocab]; its memory may be reused."""
 
+    @abstractmethod
+    def scale(self, x: Array, factor: float) -> Array:
+        """factor * x, float32 [T, width]; its memory may be reused."""
+
+    @abstractmethod
+    def xielu(self, x: Array, parameters: Xielu) -> Array:
+        """xIELU of x, float32 [T, width]; its memory may be reused."""
+
     # Attention.
 
+    @abstractmethod
     def rotary(
         self, q: Array, k: Array, positions: Array, cos_sin: Array, sections: Sequence[int] = ()
     ) -> tuple[Array, Array]:
         """Rotates q [T, H, D] and k [T, K, D]; they may be strided views and may be changed in place.
-
-        Backends that override ``rotary_and_cache`` need not have it.
 
         Args:
             positions: int64 [T]; with ``sections`` [sections, T].
@@ -260,7 +298,10 @@ class Kernels(ArrayMaker):
                 paired with i + R/2 (the "half" layout of Hugging Face checkpoints).
             sections: numbers of pairs, R/2 in all, that are rotated by each row of ``positions`` (M-RoPE).
         """
-        raise NotImplementedError(f"{type(self).__name__} rotates in rotary_and_cache only")
+
+    @abstractmethod
+    def scale_queries(self, q: Array, positions: Array, temperature: AttentionTemperature) -> Array:
+        """q [T, H, D], tokens and heads strided, times the temperature at positions int64 [T]; q may be changed."""
 
     @abstractmethod
     def reshape_and_cache(self, k: Array, v: Array, cache: LayerCache, slots: Array) -> None:
@@ -467,6 +508,15 @@ class PositionBias:
 
 
 @dataclass(frozen=True)
+class AttentionTemperature:
+    """Factor of queries that grows with their position: 1 + beta * log(1 + floor((position + offset) / period))."""
+
+    beta: float
+    period: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """The attention of a layer."""
 
@@ -490,6 +540,12 @@ class AttentionSpec:
     sees_spans: bool = False
     #: Relative position bias (Raffel et al. 2020, section 2.1), after the soft cap; of the query heads of this rank.
     bias: PositionBias | None = None
+    #: Attention sinks, float32 [query heads of this rank]: a logit for each head that joins the softmax's denominator
+    #: and has no value, so that a token may attend to nothing (gpt-oss: arXiv 2508.10925, section 2.2).
+    sinks: Array | None = field(default=None, compare=False)
+    #: Whether windows are chunks of the context (Llama 4): a token attends to itself and the tokens before it from the
+    #: last multiple of ``window`` on. Causal only.
+    chunked: bool = False
 
     @property
     def before(self) -> int | None:
@@ -539,9 +595,32 @@ def _in_layer_order(
 
 # Packed weights.
 
+
+class StoredForm(NamedTuple):
+    """How a backend keeps a quantised matrix of a file."""
+
+    #: Of a weight, with its share of scales.
+    bits: float
+    #: Whether the values are those of the file, or quantised again.
+    is_exact: bool
+
+
 #: Activation of a product: silu(x) = x * sigmoid(x), gelu by erf, gelu by tanh (Hendrycks & Gimpel 2016), gelu as
-#: x * sigmoid(1.702 x) (same, section 2), or relu.
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+#: x * sigmoid(1.702 x) (same, section 2), relu, or the square of relu (So et al. 2021). "swiglu_oai" is the clamped
+#: SwiGLU of gpt-oss (swigluoai in vLLM): of a gated weight quick_gelu(min(gate, 7)) * (1 + up), with up clamped to -7
+#: and 7; of others the first factor.
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu_oai", "relu2"]
+#: Greatest gate, and greatest magnitude of up, in "swiglu_oai".
+SWIGLU_LIMIT = 7.0
+
+
+class Xielu(NamedTuple):
+    """xIELU (Huang & Schlag 2024): positive x^2 + beta x above 0, else negative (e^min(x, eps) - 1 - x) + beta x."""
+
+    positive: float
+    negative: float
+    beta: float
+    eps: float
 
 
 class PackedWeight(ABC):
@@ -593,13 +672,20 @@ class RoutingSpec:
 
     Scores are the softmax of a token's logits or the sigmoid of each, in float32. The ``top_k`` experts with the
     highest scores are chosen, of equal ones the lowest; with a bias, those with the highest sum of score and bias. A
-    weight is the score, without the bias.
+    weight is the score, without the bias. Sigmoids without bias and groups are compared by their logits: those of
+    large logits are all 1.
+
+    "sparsemixer" (Phi-3.5-MoE; Liu et al. 2023, arXiv 2310.00811) chooses the experts with the highest logits, one
+    after the other. The weight of one is its softmax among those that are left and near it, which are the ones with
+    (its logit - logit) / max(|logit|, its logit) <= 2 * jitter.
     """
 
     top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    #: Whether the weights are divided by their sum.
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    #: Whether the weights are divided by their sum, or by ``least_sum`` if that is greater.
     renormalize: bool = False
+    least_sum: float = 0.0
+    jitter: float = 0.0
     #: Factor of the weights, applied last.
     scale: float = 1.0
     #: Number of equal groups of experts; only experts of the best ``top_groups`` groups are chosen (DeepSeek-AI 2024,
@@ -608,6 +694,8 @@ class RoutingSpec:
     top_groups: int = 1
     #: Number of highest scores that are summed to a group's score: 1 in DeepSeek-V2, 2 in V3.
     best_of_group: int = 1
+    #: See ``Kernels.pack_experts``.
+    weighs_input: bool = False
     #: Number of experts after the routed ones that every token has: in the last slots, weighted by the sigmoid of their
     #: logits.
     shared: int = 0
@@ -629,7 +717,7 @@ class PackedExperts(ABC):
 
     @abstractmethod
     def __call__(self, x: Array, experts: Array, weights: Array, add: Array | None = None) -> Array:
-        """add + the sum over the token's experts of weight * down(silu(gate(x)) * up(x)).
+        """add + the sum over the token's experts of weight * down(activation(gate(x)) * up(x)).
 
         The sum is in ascending order of the experts, whatever the order of the slots: it depends on the token alone, so
         that batch-invariant backends can hold it, and lets a backend read each expert's weights once. The weights of

@@ -20,6 +20,7 @@ from octavo.core.errors import ConfigError
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import (
     NEGATIVE_ZERO,
+    SWIGLU_LIMIT,
     Activation,
     Adapters,
     AttentionSpec,
@@ -100,23 +101,12 @@ class ReferenceKernels(TorchKernels):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, out_dtype: DType | None = None
     ) -> Tensor:
         floats = None if bias is None else bias.float()
-        normed = F.layer_norm(x.float(), (x.shape[-1],), weight.float(), floats, eps)
+        if weight.dim() == 2:
+            normed = F.layer_norm(x.float(), (x.shape[-1],), None, None, eps) * weight.float()
+            normed = normed if floats is None else normed + floats
+        else:
+            normed = F.layer_norm(x.float(), (x.shape[-1],), weight.float(), floats, eps)
         return normed.to(torch_dtype(out_dtype) if out_dtype else weight.dtype)
-
-    def rotary(
-        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, sections: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor]:
-        """Rotates in float32 and rounds once; the results are new, and views of one tensor."""
-        cos, sin = _angles(positions, cos_sin, sections).unsqueeze(1).chunk(2, dim=-1)
-        heads, half = (q.shape[1], k.shape[1]), cos.shape[-1]
-        x = torch.cat((q, k), dim=1)
-        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-        # Both are computed before either is written: if x is float32, first and second are views of it.
-        rotated = first * cos - second * sin
-        x[..., half : 2 * half] = second * cos + first * sin
-        x[..., :half] = rotated
-        rotated_q, rotated_k = x.split(heads, dim=1)
-        return rotated_q, rotated_k
 
     def reshape_and_cache(self, k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
         written = slots >= 0
@@ -170,14 +160,6 @@ def masked_embedding(ids: Tensor, table: Tensor, first: int) -> Tensor:
     return F.embedding(ids.masked_fill(outside, 0), table).float().masked_fill_(outside.unsqueeze(1), 0.0)
 
 
-def _angles(positions: Tensor, cos_sin: Tensor, sections: Sequence[int]) -> Tensor:
-    """The rows of the table for positions [T], or composed of a section from each row for positions [sections, T]."""
-    if not sections:
-        return cos_sin.index_select(0, positions)
-    halves = cos_sin[positions].unflatten(-1, (2, -1)).split([*sections], dim=-1)  # of all positions
-    return torch.cat([part[axis] for axis, part in enumerate(halves)], dim=-1).flatten(1)
-
-
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU they use no memory until they are written (calloc, where torch writes zeros)."""
     size = math.prod(shape) * dtype.itemsize
@@ -193,6 +175,8 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
+    "swiglu_oai": lambda x: (x := x.clamp(max=SWIGLU_LIMIT)) * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -217,6 +201,8 @@ class PlainWeight(TorchWeight):
         if self.gated:
             assert activation is not None
             gate, up = product.chunk(2, dim=-1)
+            if activation == "swiglu_oai":
+                up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
             product = _ACTIVATIONS[activation](gate) * up
         elif activation is not None:
             product = _ACTIVATIONS[activation](product)
@@ -257,6 +243,8 @@ def _decode_slice(
         tables = tables.gather(1, (first_block + offsets[:num_blocks]).clamp_(max=tables.shape[1] - 1).long())
         columns = first_block * block_size + offsets
     beyond = columns >= lens.unsqueeze(1)
+    if spec.chunked and spec.window is not None:
+        beyond = beyond | (columns < (positions // spec.window * spec.window).unsqueeze(1))
     shape = (sequences, num_blocks * block_size, kv_heads, head_dim)
     blocks = tables.reshape(-1)
     key = _as_heads(cache.key.index_select(0, blocks).view(shape))
@@ -309,6 +297,8 @@ def _prefill(
         rows_of_head = query[:, :, start:end].reshape(kv_heads, -1, head_dim)
         scores = torch.matmul(rows_of_head, key[:, seen].transpose(1, 2))
         beyond = columns >= seq_len
+        if spec.chunked and spec.window is not None:
+            beyond = beyond | (columns < (positions[start:end] // spec.window * spec.window).unsqueeze(1))
         if later is not None:
             beyond = beyond | (distance > later[start:end].unsqueeze(1))
         last_seen = spec.after if later is None else None
@@ -337,7 +327,11 @@ def _weights(scores: Tensor, distance: Tensor, beyond: Tensor, spec: AttentionSp
         beyond = beyond | (distance > after)
     if spec.before is not None:
         beyond = beyond | (distance < -spec.before)
-    return scores.masked_fill_(beyond, float("-inf")).softmax(-1)
+    scores = scores.masked_fill_(beyond, float("-inf"))
+    if spec.sinks is None:
+        return scores.softmax(-1)
+    sinks = spec.sinks.view(*scores.shape[-4:-2], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
 def _as_heads(x: Tensor) -> Tensor:

@@ -21,7 +21,18 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, InsufficientMemoryError
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import Array, Kernels, LayerCache, PackedExperts, PackedHeads, PackedWeight, RoutingSpec
+from octavo.kernels.interface import (
+    Activation,
+    Array,
+    AttentionTemperature,
+    Kernels,
+    LayerCache,
+    PackedExperts,
+    PackedHeads,
+    PackedWeight,
+    RoutingSpec,
+    Xielu,
+)
 from octavo.kernels.sampling import NumpySampling
 
 # Arrays of torch, and of numpy with ml_dtypes, over the same memory.
@@ -103,8 +114,39 @@ class TorchKernels(Kernels):
     def mean_sampled(self, hidden: Tensor, batch: ForwardBatch, rows: int) -> Tensor:
         return _sampled_runs(hidden, batch, rows).mean(1)
 
+    def clamp(self, x: Tensor, limit: float) -> Tensor:
+        return x.clamp_(-limit, limit)
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return x.div_(cap).tanh_().mul_(cap)
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x.mul_(factor)
+
+    def xielu(self, x: Tensor, parameters: Xielu) -> Tensor:
+        positive, negative, beta, eps = parameters
+        below = (torch.expm1(x.clamp(max=eps)) - x).mul_(negative)
+        return torch.where(x > 0, positive * x * x, below) + beta * x
+
+    def scale_queries(self, q: Tensor, positions: Tensor, temperature: AttentionTemperature) -> Tensor:
+        periods = (positions + temperature.offset) // temperature.period
+        factors = 1.0 + temperature.beta * torch.log1p(periods.double())
+        return (q.float() * factors.float()[:, None, None]).to(q.dtype)
+
+    def rotary(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, sections: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Rotates in float32 and rounds once; the results are new, and views of one tensor."""
+        cos, sin = _angles(positions, cos_sin, sections).unsqueeze(1).chunk(2, dim=-1)
+        heads, half = (q.shape[1], k.shape[1]), cos.shape[-1]
+        x = torch.cat((q, k), dim=1)
+        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+        # Both are computed before either is written: if x is float32, first and second are views of it.
+        rotated = first * cos - second * sin
+        x[..., half : 2 * half] = second * cos + first * sin
+        x[..., :half] = rotated
+        rotated_q, rotated_k = x.split(heads, dim=1)
+        return rotated_q, rotated_k
 
     def host_call(self, function: Callable[[Any], None], x: Tensor) -> Tensor:
         function(x)
@@ -136,13 +178,31 @@ class TorchKernels(Kernels):
     def pack_heads(self, weight: np.ndarray, dtype: DType) -> PackedHeads:
         return PlainHeads(self.array(weight, dtype))
 
-    def pack_experts(self, gate_up: Any, down: Any, shared: int = 0) -> PackedExperts:
-        return PlainExperts(gate_up, down)
+    def pack_experts(
+        self,
+        gate_up: Any,
+        down: Any,
+        shared: int = 0,
+        activation: Activation = "silu",
+        *,
+        weighs_input: bool = False,
+    ) -> PackedExperts:
+        return PlainExperts(gate_up, down, activation, weighs_input=weighs_input)
+
+    def add_expert_bias(self, x: Tensor, experts: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
+        for slot in range(experts.shape[1]):  # not one sum over the slots, whose order torch would choose
+            x += bias[experts[:, slot]] * weights[:, slot, None]
+        return x
 
     def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         routed, shared = logits.split([logits.shape[1] - spec.shared, spec.shared], dim=1)
+        if spec.scoring == "sparsemixer":
+            experts, weights = _sparse_mixer(routed, spec.top_k, spec.jitter)
+            return experts, weights.masked_fill(routed.isnan().any(-1, keepdim=True), float("nan"))
         scores = routed.softmax(-1) if spec.scoring == "softmax" else routed.sigmoid()
         choices = scores if bias is None else scores + bias
+        if spec.scoring == "sigmoid" and bias is None and spec.num_groups == 1:
+            choices = routed
         if spec.num_groups > 1:
             groups = choices.unflatten(1, (spec.num_groups, -1))
             of_group = groups.sort(-1, descending=True).values[..., : spec.best_of_group].sum(-1)
@@ -153,7 +213,8 @@ class TorchKernels(Kernels):
         experts = _best_indices(choices, spec.top_k)
         weights = scores.gather(1, experts)
         if spec.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20).clamp(min=spec.least_sum)
+        weights = weights.masked_fill(routed.isnan().any(-1, keepdim=True), float("nan"))
         behind = torch.arange(routed.shape[1], logits.shape[1], device=logits.device).expand(len(logits), -1)
         weights = torch.cat((weights * spec.scale, shared.sigmoid()), 1)
         return torch.cat((experts, behind), 1).to(torch.int32), weights
@@ -179,6 +240,18 @@ def _sampled_runs(hidden: Tensor, batch: ForwardBatch, rows: int) -> Tensor:
     """Each sampled row with those that follow it, [N, rows, E]."""
     steps = torch.arange(rows, device=hidden.device)
     return hidden[batch.sampled_rows[:, None] + steps]
+
+
+def _sparse_mixer(logits: Tensor, top_k: int, jitter: float) -> tuple[Tensor, Tensor]:
+    left, experts, weights = logits, [], []
+    for _ in range(top_k):
+        best = _best_indices(left, 1)
+        top = left.gather(1, best)
+        far = (top - logits) / logits.abs().maximum(top) > 2 * jitter
+        weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(1, best))
+        experts.append(best)
+        left = left.scatter(1, best, float("-inf"))
+    return torch.cat(experts, 1).to(torch.int32), torch.cat(weights, 1)
 
 
 def _best_indices(scores: Tensor, count: int) -> Tensor:
@@ -210,16 +283,27 @@ class PlainHeads(PackedHeads):
 class PlainExperts(PackedExperts):
     """Loops over the experts, with the products of any backend."""
 
-    def __init__(self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]) -> None:
-        self._experts = [*zip(gate_up, down, strict=True)]
+    def __init__(
+        self,
+        gate_up: Sequence[PackedWeight],
+        down: Sequence[PackedWeight],
+        activation: Activation = "silu",
+        *,
+        weighs_input: bool = False,
+    ) -> None:
+        self._experts, self._weighs_input = [*zip(gate_up, down, strict=True)], weighs_input
+        self._activation: Activation = activation
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
         out = x.new_zeros(x.shape, dtype=torch.float32) if add is None else add
         for expert in experts.unique().tolist():
             gate_up, down = self._experts[expert]
             tokens, slots = (experts == expert).nonzero(as_tuple=True)
-            result = down(gate_up(x[tokens], activation="silu"), DType.FLOAT32)
-            out.index_add_(0, tokens, result * weights[tokens, slots, None])
+            rows, factors = x[tokens], weights[tokens, slots, None]
+            if self._weighs_input:
+                rows, factors = (rows * factors).to(x.dtype), torch.ones_like(factors)
+            result = down(gate_up(rows, activation=self._activation), DType.FLOAT32)
+            out.index_add_(0, tokens, result * factors)
         return out
 
 
@@ -612,3 +696,11 @@ def describe_gpus() -> list[dict[str, Any]]:
 
 def cuda_version() -> str | None:
     return torch.version.cuda
+
+
+def _angles(positions: Tensor, cos_sin: Tensor, sections: Sequence[int]) -> Tensor:
+    """The rows of the table for positions [T], or composed of a section from each row for positions [sections, T]."""
+    if not sections:
+        return cos_sin.index_select(0, positions)
+    halves = cos_sin[positions].unflatten(-1, (2, -1)).split([*sections], dim=-1)  # of all positions
+    return torch.cat([part[axis] for axis, part in enumerate(halves)], dim=-1).flatten(1)

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from octavo.core.dtypes import DType, rounded
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, WeightError
 
 _PLAIN = {dtype.checkpoint_name: dtype for dtype in DType if dtype.is_float}
 #: Types whose values the compiled kernels compute.
@@ -73,6 +73,8 @@ class GGUFRows(QuantizedRows):
     columns: int
     #: Values in a block, which cannot be split.
     block: int
+    #: float32 [N], by which rows are multiplied, or None.
+    factors: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -80,7 +82,7 @@ class GGUFRows(QuantizedRows):
 
     def reorder(self, order: np.ndarray) -> Self:
         assert not self.transposed
-        return replace(self, rows=self.rows[order])
+        return replace(self, rows=self.rows[order], factors=None if self.factors is None else self.factors[order])
 
     def _take(self, rows: slice, columns: slice) -> Self:
         start, stop, _ = columns.indices(self.columns)
@@ -91,11 +93,35 @@ class GGUFRows(QuantizedRows):
             )
         size = self.rows.shape[1] * self.block // self.columns
         share = self.rows[rows, start // self.block * size : stop // self.block * size]
-        return replace(self, rows=np.ascontiguousarray(share), columns=stop - start)
+        factors = None if self.factors is None else self.factors[rows]
+        return replace(self, rows=np.ascontiguousarray(share), columns=stop - start, factors=factors)
 
     def dequantize(self) -> np.ndarray:
         values = dequantize(self.kind, self.rows)
+        if self.factors is not None:
+            values *= self.factors[:, None]
         return values.T if self.transposed else values
+
+
+def mxfp4_rows(blocks: np.ndarray, scales: np.ndarray) -> GGUFRows:
+    """A matrix [N, K] of Open Compute's MXFP4, with the same bits in the order of GGUF blocks.
+
+    Args:
+        blocks: uint8 [N, K / 32, 16], codes e2m1 of two values a byte, the first one in the low half.
+        scales: uint8 [N, K / 32], e8m0.
+
+    Raises:
+        WeightError: a scale is not a number.
+    """
+    if bool((scales == 255).any()):
+        raise WeightError("a scale of MXFP4 weights is 255, which is not a number")
+    n, groups, _ = blocks.shape
+    rows = np.empty((n, groups, 17), np.uint8)
+    rows[..., 0] = scales
+    first, second = blocks[..., :8], blocks[..., 8:]  # a byte of GGUF holds the values i and i + 16
+    rows[..., 1::2] = first & 15 | second << 4
+    rows[..., 2::2] = first >> 4 | second & 0xF0
+    return GGUFRows("MXFP4", rows.reshape(n, -1), groups * 32, 32)
 
 
 def dequantize(kind: str, rows: np.ndarray, dtype: DType = DType.FLOAT32) -> np.ndarray:
@@ -107,6 +133,8 @@ def dequantize(kind: str, rows: np.ndarray, dtype: DType = DType.FLOAT32) -> np.
         return rounded(rows.view(_PLAIN[kind].numpy), dtype)
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+    if kind == "Q1_0":  # the package has no decoder for it
+        return rounded(_q1_0(rows), dtype)
     number = GGMLQuantizationType[kind]
     block, size = GGML_QUANT_SIZES[number]
     out = np.empty((len(rows), rows.shape[1] // size * block), dtype.numpy)
@@ -127,6 +155,13 @@ def dequantize(kind: str, rows: np.ndarray, dtype: DType = DType.FLOAT32) -> np.
         for _ in pool.map(fill, range(0, len(rows), step)):
             pass
     return out
+
+
+def _q1_0(rows: np.ndarray) -> np.ndarray:
+    """Blocks of a float16 scale and 128 bits, the lowest ones first: the scale with a sign, minus for 0."""
+    blocks = rows.reshape(len(rows), -1, 18)
+    signs = np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little").astype(np.float32) * 2 - 1
+    return (signs * np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)).reshape(len(rows), -1)
 
 
 @functools.cache

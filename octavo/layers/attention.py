@@ -12,9 +12,16 @@ from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import Array, AttentionSpec, LayerCache, PackedHeads, PositionBias
+from octavo.kernels.interface import (
+    Array,
+    AttentionSpec,
+    AttentionTemperature,
+    LayerCache,
+    PackedHeads,
+    PositionBias,
+)
 from octavo.kernels.weight_rows import QuantizedRows, to_values
-from octavo.layers.layer import Layer, LayerContext, RMSNorm, Weight
+from octavo.layers.layer import Layer, LayerContext, LayerNorm, RMSNorm, Weight
 from octavo.layers.linear import ParallelLinear, Part, QKVParallelLinear, RowParallelLinear, share_heads
 from octavo.layers.rope import RotaryRows, RotaryTable
 
@@ -29,24 +36,32 @@ class Attention(Layer):
         spec: AttentionSpec,
         rotary: RotaryRows | None = None,
         norm: type[RMSNorm] = RMSNorm,
+        *,
+        whole_qk: bool = False,
+        temperature: AttentionTemperature | None = None,
     ) -> None:
         """Tensors are named q_proj, k_proj, v_proj, o_proj, and q_norm and k_norm if the configuration has ``qk_norm``.
 
         Args:
             spec: ALiBi slopes and position bias are those of all heads of the network.
             rotary: the table of angles; None: queries and keys are not rotated.
-            norm: of queries and keys.
+            norm: of each head of queries and keys; ``set_norms`` sets others.
+            whole_qk: whether the norms of queries and keys are over all heads.
+            temperature: of queries, after the rotation.
         """
         super().__init__()
+        #: Magnitude to which queries, keys and values are clamped before the rotation; None: they are not.
+        self.clip: float | None = None
+        self._whole_qk, self._temperature, self._norms_last = whole_qk, temperature, False
         heads, head_dim, hidden = config.num_heads, config.head_dim, config.hidden_size
         self.kernels = context.kernels
         self.qkv = self.attach("", self.make_qkv(config, context))
         columns = self.qkv.query_columns
         self.out = self.attach("o_proj", RowParallelLinear(context, heads * head_dim, hidden, config.o_bias, columns))
-        self.q_norm = self.k_norm = None
+        self.q_norm: RMSNorm | LayerNorm | None = None
+        self.k_norm: RMSNorm | LayerNorm | None = None
         if config.qk_norm:
-            self.q_norm = self.attach("q_norm", norm(context, head_dim, config.rms_norm_eps))
-            self.k_norm = self.attach("k_norm", norm(context, head_dim, config.rms_norm_eps))
+            self.set_norms(*(norm(context, head_dim, config.rms_norm_eps) for _ in range(2)))
         self.head_dim = head_dim
         self.heads, self.kv_heads = self.qkv.heads, self.qkv.kv_heads
         self.kv_spec = KVSpec(
@@ -67,8 +82,19 @@ class Attention(Layer):
 
     def make_qkv(self, config: ModelConfig, context: LayerContext) -> QKVParallelLinear:
         return QKVParallelLinear(
-            context, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias
+            context,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.qkv_bias,
+            whole_qk=self._whole_qk,
         )
+
+    def set_norms(self, q_norm: RMSNorm | LayerNorm, k_norm: RMSNorm | LayerNorm, *, last: bool = False) -> None:
+        """Sets the norms of queries and keys [T, heads, D], before the rotation, or after it if ``last``."""
+        self.q_norm, self.k_norm = self.attach("q_norm", q_norm), self.attach("k_norm", k_norm)
+        self._norms_last = last
 
     def __call__(self, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """Attention of x [T, E], float32 [T, E]; writes the tokens' keys and values to the cache."""
@@ -80,16 +106,50 @@ class Attention(Layer):
 
     def attend(self, qkv: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """The attention of ``qkv`` [T, all heads] before the output projection; writes keys and values."""
-        tokens, kernels = qkv.shape[0], self.kernels
-        heads, queries, keys = qkv.reshape(tokens, -1, self.head_dim), self.heads, self.heads + self.kv_heads
+        tokens, kernels, linear = qkv.shape[0], self.kernels, self.qkv
+        heads, values = qkv.reshape(tokens, -1, self.head_dim), self.kv_heads
+        keys = heads.shape[1] - values
+        queries = linear.num_queries
         q, k, v = heads[:, :queries], heads[:, queries:keys], heads[:, keys:]
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not self._norms_last:
             q, k = self.q_norm(q), self.k_norm(k)
+        if queries != self.heads:
+            q, k = q[:, linear.own], k[:, linear.own_kv]
+        if self.clip is not None:
+            for x in (q, k, v):
+                kernels.clamp(x.reshape(tokens, -1), self.clip)
         if self.rotary is None:
+            kernels.reshape_and_cache(k, v, cache, batch.slot_mapping[cache.group])
+        elif self.q_norm is not None and self.k_norm is not None and self._norms_last:
+            q, k = kernels.rotary(q, k, batch.positions, self.rotary.array)
+            q, k = self.q_norm(q), self.k_norm(k)
             kernels.reshape_and_cache(k, v, cache, batch.slot_mapping[cache.group])
         else:
             q = kernels.rotary_and_cache(q, k, v, batch, self.rotary.array, cache, self.rotary.sections)
+        if self._temperature is not None:
+            q = kernels.scale_queries(q, batch.positions, self._temperature)
         return kernels.paged_attention(q, cache, batch, self.spec).reshape(tokens, -1)
+
+
+class ProjectionNorm(RMSNorm):
+    """RMS norm over all heads together, [T, heads, D]; for attention with ``whole_qk``."""
+
+    def __call__(self, x: Array) -> Array:
+        return super().__call__(x.reshape(len(x), -1)).reshape(*x.shape)
+
+
+class HeadLayerNorm(LayerNorm):
+    """Layer norm of each head, with a weight of its own [heads, D] and no bias; a rank has its heads."""
+
+    def __init__(self, context: LayerContext, heads: int, own: slice, head_dim: int, eps: float) -> None:
+        super().__init__(context, head_dim, eps, bias=False)
+        self._own = own
+        self.expected["weight"] = (heads, head_dim)
+        self.holds[0] = self.holds[0]._replace(shape=(own.stop - own.start, head_dim))
+
+    def place(self, shard: str, tensor: np.ndarray) -> None:
+        """Copies this rank's heads."""
+        super().place(shard, tensor[self._own])
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

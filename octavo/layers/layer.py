@@ -195,14 +195,15 @@ class LayerContext:
     def share(self, size: int, what: str, unit: int) -> slice:
         """This rank's part of 0 to ``size``, in rank order; ``what`` names the quantity in errors.
 
-        The parts are equal if the number of ranks divides ``size``. Otherwise each has whole units (the last unit may
-        be smaller), and the first ranks have one more than the others.
+        The parts are equal if the number of ranks divides ``size``. Otherwise, and where MXFP4 has blocks that equal
+        parts would divide, each has whole units (the last one may be smaller), and the first ranks have one more.
 
         Raises:
             ConfigError: there are fewer units than ranks.
         """
         rank, ranks = self.tp_rank, self.tp_size
-        unit = unit if size % ranks else size // ranks
+        if size % ranks == 0 and (self.quantization != "mxfp4" or size // ranks % unit == 0):
+            unit = size // ranks
         units = -(-size // unit)
         if units < ranks:
             raise ConfigError(
@@ -220,14 +221,24 @@ class LayerContext:
 class _Norm(Layer):
     """A norm over the last dimension, with vectors [size] under their checkpoint names."""
 
-    def __init__(self, context: LayerContext, size: int, eps: float, names: tuple[str, ...], dtype: DType) -> None:
+    def __init__(
+        self,
+        context: LayerContext,
+        size: int,
+        eps: float,
+        names: tuple[str, ...],
+        dtype: DType,
+        *,
+        unit_offset: bool = False,
+    ) -> None:
+        """``unit_offset``: the checkpoint holds the weight less 1; ``dtype``: of the vectors in memory."""
         super().__init__()
         self.kernels = context.kernels
         self.eps = eps
         self.dtype = context.dtype
         self.weight: Array
         self.bias: Array | None = None
-        self._stored = dtype
+        self._stored, self._unit_offset = dtype, unit_offset
         for name in names:
             self.expected[name] = (size,)
             self.holds.append(Weight(name, (size,), "vector", dtype))
@@ -245,6 +256,8 @@ class _Norm(Layer):
 
     def place(self, shard: str, tensor: np.ndarray) -> None:
         """Copies the vector."""
+        if self._unit_offset and shard == "weight":
+            tensor = tensor.astype(np.float32) + np.float32(1.0)
         setattr(self, shard, self.kernels.array(tensor, self._stored))
 
 
@@ -256,8 +269,8 @@ class RMSNorm(_Norm):
     """
 
     def __init__(self, context: LayerContext, size: int, eps: float, *, unit_offset: bool = False) -> None:
-        super().__init__(context, size, eps, ("weight",), DType.FLOAT32 if unit_offset else context.dtype)
-        self._unit_offset = unit_offset
+        dtype = DType.FLOAT32 if unit_offset else context.dtype
+        super().__init__(context, size, eps, ("weight",), dtype, unit_offset=unit_offset)
 
     def _compute(self, x: Array, dtype: DType) -> Array:
         return self.kernels.rms_norm(x, self.weight, self.eps, out_dtype=dtype)
@@ -266,16 +279,35 @@ class RMSNorm(_Norm):
         """residual + the norm of x, float32 [T, E]; the residual's memory may be reused."""
         return self.kernels.rms_norm(x, self.weight, self.eps, add=residual)
 
-    def place(self, shard: str, tensor: np.ndarray) -> None:
-        """Copies the weight."""
-        super().place(shard, tensor.astype(np.float32) + np.float32(1.0) if self._unit_offset else tensor)
+
+class PlainRMSNorm(RMSNorm):
+    """An RMS norm without a weight."""
+
+    def __init__(self, context: LayerContext, size: int, eps: float) -> None:
+        super().__init__(context, size, eps)
+        self.weight = context.kernels.array(np.ones(size, np.float32), context.dtype)
+        self.expected.clear()
+        self.holds.clear()
 
 
 class LayerNorm(_Norm):
-    """Layer norm (Ba et al. 2016)."""
+    """Layer norm (Ba et al. 2016); ``unit_offset`` as in ``RMSNorm``."""
 
-    def __init__(self, context: LayerContext, size: int, eps: float, *, bias: bool = True) -> None:
-        super().__init__(context, size, eps, ("weight", "bias") if bias else ("weight",), context.dtype)
+    def __init__(
+        self, context: LayerContext, size: int, eps: float, *, bias: bool = True, unit_offset: bool = False
+    ) -> None:
+        names, dtype = ("weight", "bias") if bias else ("weight",), DType.FLOAT32 if unit_offset else context.dtype
+        super().__init__(context, size, eps, names, dtype, unit_offset=unit_offset)
 
     def _compute(self, x: Array, dtype: DType) -> Array:
         return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, out_dtype=dtype)
+
+
+class PlainLayerNorm(LayerNorm):
+    """A norm without weight and bias."""
+
+    def __init__(self, context: LayerContext, size: int, eps: float) -> None:
+        super().__init__(context, size, eps, bias=False)
+        self.weight = context.kernels.array(np.ones(size, np.float32), context.dtype)
+        self.expected.clear()
+        self.holds.clear()

@@ -192,16 +192,28 @@ class QKVParallelLinear(ParallelLinear):
     """
 
     def __init__(
-        self, context: LayerContext, hidden_size: int, heads: int, kv_heads: int, head_dim: int, bias: bool
+        self,
+        context: LayerContext,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        *,
+        whole_qk: bool = False,
     ) -> None:
+        """``whole_qk``: every rank computes all heads of q and k, for a norm over them, and its share of v."""
         own, own_kv = share_heads(context, heads, kv_heads)
         self.heads, self.kv_heads = own.stop - own.start, own_kv.stop - own_kv.start
+        #: This rank's heads, and the number of query heads in the product.
+        self.own, self.own_kv = own, own_kv
+        self.num_queries = heads if whole_qk else self.heads
         #: This rank's columns of q, and of the input of the projection after attention.
         self.query_columns = slice(own.start * head_dim, own.stop * head_dim)
         kv_rows = slice(own_kv.start * head_dim, own_kv.stop * head_dim)
         parts = [
-            Part("q_proj", heads * head_dim, self.query_columns),
-            Part("k_proj", kv_heads * head_dim, kv_rows),
+            Part("q_proj", heads * head_dim, slice(0, heads * head_dim) if whole_qk else self.query_columns),
+            Part("k_proj", kv_heads * head_dim, slice(0, kv_heads * head_dim) if whole_qk else kv_rows),
             Part("v_proj", kv_heads * head_dim, kv_rows),
         ]
         super().__init__(context, parts, hidden_size, bias, prefix="qkv_proj.")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from octavo.core.dtypes import DType
-from octavo.kernels.interface import Activation, Array, PackedExperts, PackedWeight, RoutingSpec
+from octavo.kernels.interface import Activation, Array, PackedExperts, PackedWeight, RoutingSpec, Xielu
 from octavo.kernels.weight_rows import QuantizedRows, to_values
 from octavo.layers.layer import Layer, LayerContext, Weight
 from octavo.layers.linear import GateUpParallelLinear, MergedColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -25,6 +25,37 @@ class MLP(Layer):
 
     def add_to(self, residual: Array, x: Array) -> Array:
         return self.fc2.add_to(residual, self.fc1(x))
+
+
+class XieluMLP(Layer):
+    """fc2(xielu(fc1(x))) with learned parameters of the activation (Huang & Schlag 2024).
+
+    Tensors ``act_fn.alpha_p`` and ``act_fn.alpha_n`` [1] are logarithms of e^a - 1 for the slopes a, of the negative
+    side less ``act_fn.beta``; that and ``act_fn.eps`` are numbers.
+    """
+
+    def __init__(self, context: LayerContext, hidden: int, inner: int, bias: bool) -> None:
+        super().__init__()
+        self.kernels = context.kernels
+        self.fc1 = self.attach("fc1", MergedColumnParallelLinear(context, [("", inner)], hidden, bias))
+        self.fc2 = self.attach("fc2", RowParallelLinear(context, inner, hidden, bias))
+        shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+        self.expected = {f"act_fn.{name}": shape for name, shape in shapes.items()}
+        self.holds = [Weight(name, shape, "vector", DType.FLOAT32) for name, shape in self.expected.items()]
+        self._numbers: dict[str, float] = {}
+        self._xielu = Xielu(1.0, 1.0, 0.5, 0.0)
+
+    def add_to(self, residual: Array, x: Array) -> Array:
+        inner = self.fc1.packed(x, DType.FLOAT32, self.fc1.with_adapters(x))
+        return self.fc2.add_to(residual, self.kernels.xielu(inner, self._xielu))
+
+    def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
+        self._numbers[shard.removeprefix("act_fn.")] = float(to_values(tensor).astype(np.float64).reshape(()))
+
+    def complete(self) -> None:
+        numbers, beta = self._numbers, self._numbers["beta"]
+        slopes = [float(np.logaddexp(0.0, numbers[name])) for name in ("alpha_p", "alpha_n")]
+        self._xielu = Xielu(slopes[0], beta + slopes[1], beta, numbers["eps"])
 
 
 class GatedMLP(Layer):
@@ -46,7 +77,8 @@ class GatedMLP(Layer):
 
 # The mixture of experts: a router chooses a few feed-forward networks for each token.
 
-_BIAS = "gate.e_score_correction_bias"
+_CHOICE_BIAS = "gate.e_score_correction_bias"
+_BIAS = "gate.bias"
 
 
 class SparseMoE(Layer):
@@ -54,7 +86,8 @@ class SparseMoE(Layer):
 
     Each rank holds a share of the inner dimension of every expert, and the whole router. As in other layers 1, 2 and 4
     ranks give the same bits if the inner dimension divides. The router is never quantised: it is small, and its errors
-    choose other experts. Every token has a shared expert (Qwen2-MoE), weighted by the sigmoid of a logit of its own.
+    choose other experts. A shared expert, which every token has, is weighted by the sigmoid of a logit of its own
+    (Qwen2-MoE), or is added as it is (DeepSeek-V2, section 2.2).
     """
 
     def __init__(
@@ -66,18 +99,26 @@ class SparseMoE(Layer):
         routing: RoutingSpec,
         *,
         shared_inner: int = 0,
+        shared_bias: bool = False,
         choice_bias: bool = False,
+        bias: bool = False,
+        activation: Activation = "silu",
     ) -> None:
         """Creates the experts, with the router's tensors under ``gate``.
 
         Args:
             num_experts: without the shared one.
-            routing: ``shared`` is 1 if there is a shared expert.
-            shared_inner: inner size of the shared expert, if there is one.
+            routing: ``shared`` is 1 if there is a shared expert with a weight.
+            shared_inner: inner size of the shared expert, ``shared_expert`` with a weight and ``shared_experts``
+                without; 0: there is none.
+            shared_bias: whether the one without a weight has biases.
             choice_bias: whether the checkpoint has ``e_score_correction_bias``, see ``Kernels.route``.
+            bias: whether the router and the experts' matrices have biases; not with a shared expert.
+            activation: of the experts.
         """
         super().__init__()
         routing.check(num_experts)
+        assert not (bias and routing.shared), "a shared expert has no bias"
         self.kernels = context.kernels
         self._context = context
         self._routing = routing
@@ -85,9 +126,16 @@ class SparseMoE(Layer):
         self._experts: PackedExperts
         self._rows: dict[str, np.ndarray] = {}
         self._bias: Array | None = None
+        self._activation: Activation = activation
+        #: float32 [experts, hidden], added once by every rank, whatever its share of the inner dimension.
+        self._down_bias: Array | None = None
+        self._down_bias_names = [f"experts.{index}.down_proj.bias" for index in range(num_experts) if bias]
+        self._shared: GatedMLP | None = None
+        if shared_inner and not routing.shared:
+            self._shared = self.attach("shared_experts", GatedMLP(context, hidden, shared_inner, shared_bias))
         context = replace(context, max_loras=0)  # adapters of experts are refused
         #: Gate and up, and down, of each expert, until they are packed together.
-        self._gate_up = [GateUpParallelLinear(context, hidden, inner, bias=False) for _ in range(num_experts)]
+        self._gate_up = [GateUpParallelLinear(context, hidden, inner, bias) for _ in range(num_experts)]
         self._down = [RowParallelLinear(context, inner, hidden, bias=False) for _ in range(num_experts)]
         names = [f"experts.{index}." for index in range(num_experts)]
         routers = {"gate.weight": (num_experts, hidden)}
@@ -105,13 +153,32 @@ class SparseMoE(Layer):
                 self.holds += [weight._replace(active=share) for weight in linear.weights(prefix)]
         self.expected |= routers
         self.holds += [Weight(name, shape, "linear", context.dtype) for name, shape in routers.items()]
+        if bias:
+            biases = {_BIAS: (num_experts,), **dict.fromkeys(self._down_bias_names, (hidden,))}
+            self.expected |= biases
+            for name, shape in biases.items():
+                share = 1.0 if name == _BIAS else routing.top_k / num_experts
+                self.holds.append(Weight(name, shape, "vector", "float32", active=share))
         if choice_bias:
-            self.expected[_BIAS] = (num_experts,)
-            self.holds.append(Weight(_BIAS, (num_experts,), "vector", "float32"))
+            self.expected[_CHOICE_BIAS] = (num_experts,)
+            self.holds.append(Weight(_CHOICE_BIAS, (num_experts,), "vector", "float32"))
+
+    def __call__(self, x: Array) -> Array:
+        """The weighted sum of the results of each token's experts for x, float32 [T, hidden]."""
+        shared = None if self._shared is None else self._shared(x)
+        return self._add_routed(shared, x)
 
     def add_to(self, residual: Array, x: Array) -> Array:
-        """residual + the weighted sum of the results of each token's experts for x, float32 [T, hidden]."""
+        """residual + the result for x, float32 [T, hidden]; the residual's memory may be reused."""
+        if self._shared is not None:
+            residual = self._shared.add_to(residual, x)
+        return self._add_routed(residual, x)
+
+    def _add_routed(self, residual: Array | None, x: Array) -> Array:
         experts, weights = self.kernels.route(self._router(x, DType.FLOAT32), self._routing, self._bias)
+        if self._down_bias is not None:
+            assert residual is not None, "experts with biases are added to a residual stream"
+            residual = self.kernels.add_expert_bias(residual, experts, weights, self._down_bias)
         if self._context.tp_size == 1:
             return self._experts(x, experts, weights, residual)
         return self.kernels.all_reduce(self._experts(x, experts, weights), add=residual)
@@ -125,11 +192,19 @@ class SparseMoE(Layer):
             self._rows[shard] = to_values(tensor)
 
     def complete(self) -> None:
-        if _BIAS in self._rows:
-            self._bias = self.kernels.array(self._rows.pop(_BIAS), DType.FLOAT32)
+        if _CHOICE_BIAS in self._rows:
+            self._bias = self.kernels.array(self._rows.pop(_CHOICE_BIAS), DType.FLOAT32)
+        if self._down_bias_names:
+            biases = [self._rows.pop(name) for name in self._down_bias_names]
+            self._down_bias = self.kernels.array(np.stack(biases), DType.FLOAT32)
+        bias = self._rows.pop(_BIAS, None)
         routers = [self._rows[name] for name in sorted(self._rows)]
-        self._router = self.kernels.pack(routers, dtype=self._context.dtype)
+        self._router = self.kernels.pack(routers, bias, dtype=self._context.dtype)
         self._experts = self.kernels.pack_experts(
-            [linear.packed for linear in self._gate_up], [linear.packed for linear in self._down], self._routing.shared
+            [linear.packed for linear in self._gate_up],
+            [linear.packed for linear in self._down],
+            self._routing.shared,
+            self._activation,
+            weighs_input=self._routing.weighs_input,
         )
         self._rows, self._linears, self._gate_up, self._down = {}, {}, [], []

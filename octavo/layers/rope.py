@@ -181,7 +181,9 @@ def _longrope(config: ModelConfig, rope: RopeConfig) -> tuple[NDArray[np.float32
     scaling, original = rope.scaling, _original_length(config, rope)
     factors = np.array(scaling["long_factor" if config.max_position > original else "short_factor"], np.float32)
     factor = float(scaling.get("factor") or _configured_length(config, rope) / original)
-    attention_factor = scaling.get("attention_factor")
+    # Phi-3.5-MoE has a factor for each set.
+    own = scaling.get("long_mscale" if config.max_position > original else "short_mscale")
+    attention_factor = scaling.get("attention_factor") if own is None else own
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return 1.0 / (factors * _wave(rope.theta, _rotated(config, rope))), float(attention_factor)

@@ -86,7 +86,7 @@ class AdapterTargets:
         """``config`` is that of the whole network."""
         network = build_without_weights(config, "float32", max_loras=1)
         self.config = config
-        self._entries: tuple[CheckpointEntry, ...] = network.checkpoint_map
+        self._entries: tuple[CheckpointEntry, ...] = tuple(network.entries())
         self._targets: dict[str, Target] = {}
         for layer, lora in network.lora_layers():
             for part, (outputs, inputs) in lora.lora_parts.items():
@@ -624,6 +624,8 @@ class VirtualTokenSizes:
     #: 0 if the layers' caches cannot hold keys and values of prefix tuning.
     kv_heads: int
     head_dim: int
+    #: The numbers of a token's keys in the order of the cache, if transformers pairs rotated dimensions otherwise.
+    key_order: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: ModelConfig) -> VirtualTokenSizes:
@@ -631,7 +633,15 @@ class VirtualTokenSizes:
         width = next(w.shape[1] for w in network.weights() if w.name == "model.embed_tokens.weight")
         plain = all(spec.kind in ("full", "sliding") for spec in network.kv_specs)
         heads = {(spec.num_kv_heads, spec.head_dim) for spec in network.kv_specs}
-        return cls(width, len(network.kv_specs), *(heads.pop() if plain and len(heads) == 1 else (0, 0)))
+        if not plain or len(heads) != 1:
+            return cls(width, len(network.kv_specs), 0, 0)
+        (kv_heads, head_dim) = heads.pop()
+        size, name = kv_heads * head_dim, "model.layers.0.self_attn.k_proj.weight"
+        order = np.arange(size)
+        for entry in network.checkpoint_map:
+            if isinstance(entry, Permute) and re.search(entry.pattern, name):
+                order = order[entry.order(size)]
+        return cls(width, len(network.kv_specs), kv_heads, head_dim, tuple(order.tolist()))
 
 
 @dataclass(frozen=True)
@@ -688,6 +698,9 @@ def read_prompt_adapter(ref: AdapterRef, sizes: VirtualTokenSizes) -> VirtualTok
     if files.config["peft_type"] != _PREFIX_TUNING:
         return VirtualTokens(embeddings=tensor)
     parts = tensor.reshape(len(tensor), sizes.layers, 2, sizes.kv_heads, sizes.head_dim)
+    if sizes.key_order:
+        keys = parts[:, :, 0].reshape(len(tensor), sizes.layers, -1)[..., list(sizes.key_order)]
+        parts = np.stack((keys.reshape(parts[:, :, 0].shape), parts[:, :, 1]), axis=2)
     return VirtualTokens(keys_values=parts.transpose(1, 2, 0, 3, 4))
 
 

@@ -393,6 +393,16 @@ def _gemma3(
     return _decoder("Gemma3ForCausalLM", 262144, width, inner, layers, heads, context, (2, 1), **others)
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    others: dict[str, Any] = {"head_dim": 64, "attention_bias": True, "sliding_window": 128, "hidden_act": "silu"}
+    others |= {"rope_theta": 150000.0, "rope_scaling": rope | {"original_max_position_embeddings": 4096}}
+    others |= {"num_local_experts": experts, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5}
+    others |= {"tie_word_embeddings": False, "quantization_config": {"quant_method": "mxfp4"}}
+    size = (201088, 2880, 2880, layers, (64, 8), 131072, (199998, 200002))
+    return _decoder("GptOssForCausalLM", *size, **others)
+
+
 _MISTRAL = _decoder(
     "MistralForCausalLM", 32000, 4096, 14336, 32, (32, 8), 32768, (1, 2), hidden_act="silu", rms_norm_eps=1e-5
 )
@@ -412,6 +422,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         1024, 3072, 16, (16, 4), (48, 6, 384), head_dim=64, tie_word_embeddings=True
     ),
     "qwen3-30b-a3b-shape": _qwen3_moe(2048, 6144, 48, (32, 4), (128, 8, 768), tie_word_embeddings=False),
+    "gpt-oss-20b-shape": _gpt_oss(24, 32),
     "mistral-7b-v0.1-shape": _MISTRAL | {"rope_theta": 1e4, "sliding_window": 4096, "tie_word_embeddings": False},
     "gemma-3-270m-shape": _gemma3(512, 640, 2048, 18, (4, 1), 32768),
     "gemma-3-12b-shape": _gemma3(

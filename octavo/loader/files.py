@@ -1,4 +1,4 @@
-"""Model files: the cache folder, downloads from the Hugging Face hub, and names of GGUF and CTranslate2 files."""
+"""Model files: the cache folder of converted and built-in models, and names of GGUF and CTranslate2 files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.core.errors import DownloadError, ModelNotFoundError, OctavoError, UnsupportedModelError
+from octavo.core.errors import DownloadError, OctavoError
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +81,18 @@ def _clear_leftovers(target: Path) -> None:
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A folder in the cache."""
+    """A folder in the cache, or a model in the cache of huggingface_hub (``octavo.loader.hub``)."""
 
     #: The model, or the GGUF file that it was made of.
     name: str
-    #: "downloaded", "converted" or "shape".
+    #: "downloaded", "converted", "shape" or "hub".
     kind: str
     #: Of weights that an earlier version converted.
     dtype: str | None
     folder: Path
     size: int
+    #: Of a model of the hub: its files in ``folder``.
+    files: tuple[str, ...] = ()
 
 
 def cached_models() -> list[CachedModel]:
@@ -146,87 +148,13 @@ def _cannot_write(folder: Path, error: OSError) -> str:
     return f"cannot write to the cache folder {folder} ({reason}); set OCTAVO_CACHE to a folder that can hold the model"
 
 
-# The Hugging Face hub: JSON files, tokenizers and safetensors are fetched, never executable files
-
-_FETCHED = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model", "*.tiktoken"]
-#: Such as copies of the weights in other layouts.
-_SKIPPED = ["consolidated*", "*/*.safetensors", "*/*.json"]
-_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
-
-
-def fetch_hub(repo: str, *, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
-    """The folder of a snapshot; without network an earlier download is used.
-
-    Without ``weights`` only configuration and tokenizer files are fetched. ``HF_HUB_OFFLINE``, ``HF_TOKEN``,
-    ``HF_ENDPOINT`` and ``HF_HOME`` have their meaning in huggingface_hub.
-
-    Raises:
-        ModelNotFoundError: no such repository or revision.
-        DownloadError: not authorised, or neither reachable nor downloaded before.
-        UnsupportedModelError: there is no config.json, or, with ``weights``, no safetensors beside it.
-    """
-    advice = f"; {gguf_advice(repo)}" if "gguf" in repo.lower() else ""
-    try:
-        folder = _snapshot(repo, revision, progress, _SKIPPED if weights else [*_SKIPPED, *_WEIGHTS])
-    except DownloadError as e:
-        raise DownloadError(f"{e}{advice}") from e
-    if not (folder / "config.json").is_file():
-        raise UnsupportedModelError(f"the hub repository {repo!r} has no config.json; {gguf_advice(repo)}")
-    if weights and not any(folder.glob("*.safetensors")):
-        raise UnsupportedModelError(
-            f"the hub repository {repo!r} has no *.safetensors weights (pickled weights are never loaded: convert "
-            "them with transformers' from_pretrained(NAME).save_pretrained(FOLDER)), or they were not fetched when the "
-            f"hub could be reached (load_format='dummy' needs none){advice}"
-        )
-    return folder
-
-
-def gguf_advice(repo: str, kind: str = "Q4_K_M") -> str:
-    """Advice for a hub repository of GGUF files, which are not fetched: the user must choose one of them."""
-    command = f"hf download {repo} --include '*{kind}*.gguf' --local-dir ."
-    return f"download one of its GGUF files ({command}) and give the path of the file"
-
-
-def _snapshot(repo: str, revision: str | None, progress: bool, skipped: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    shown_before = not are_progress_bars_disabled()
-    if not progress:
-        disable_progress_bars()
-    at = f" at revision {revision!r}" if revision else ""
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_FETCHED, ignore_patterns=skipped))
-    except GatedRepoError as e:
-        raise DownloadError(
-            f"the hub model {repo!r} asks for consent: accept its terms on its page, then set HF_TOKEN"
-        ) from e
-    except RevisionNotFoundError as e:
-        raise ModelNotFoundError(f"the hub model {repo!r} has no revision {revision!r}") from e
-    except RepositoryNotFoundError as e:
-        raise ModelNotFoundError(
-            f"the hub has no model {repo!r}, or it is private (then set HF_TOKEN to a token that may read it)"
-        ) from e
-    except HFValidationError as e:
-        raise ModelNotFoundError(f"{repo!r} is no valid hub id: {e}") from e
-    except LocalEntryNotFoundError as e:
-        raise DownloadError(
-            f"the hub model {repo!r}{at} is not on this machine, and the hub cannot be reached (no network, or "
-            "HF_HUB_OFFLINE is set); nor is there a folder of this name"
-        ) from e
-    except Exception as e:  # the HTTP library's errors differ between versions of huggingface_hub
-        reason = str(e).strip().splitlines() or [""]
-        raise DownloadError(f"the hub model {repo!r}{at} could not be fetched: {type(e).__name__}: {reason[0]}") from e
-    finally:
-        if not progress and shown_before:
-            enable_progress_bars()
+def readable_size(number: float) -> str:
+    """A number of bytes, with a unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"
 
 
 # GGUF and CTranslate2 files, recognised without imports that would slow down a start

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from octavo.core.errors import TokenizerError, UnsupportedModelError, WeightError
-from octavo.loader.gguf_file import GGUFFile, Metadata
+from octavo.kernels.weight_rows import dequantize
+from octavo.loader.gguf_file import DENSE, GGUFFile, Metadata
 from octavo.loader.sentencepiece import (
     BYTE,
     CONTROL,
@@ -27,6 +29,7 @@ from octavo.loader.sentencepiece import (
     surround,
     word_piece,
 )
+from octavo.models.pooling_files import PAIR_TEMPLATE
 from octavo.models.registry import model_type_of, unsupported
 
 
@@ -43,6 +46,11 @@ def write_gguf_folder(path: Path, folder: Path, sampling: Mapping[str, float] | 
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+    for name, tensor in DENSE.items():
+        if f"{name}/config.json" in files:
+            entry = file.tensors[tensor]
+            values = dequantize(entry.type.name, file.read_rows(entry)).reshape(entry.shape)
+            save_file({"linear.weight": values}, folder / name / "model.safetensors")
 
 
 def model_config(metadata: Metadata) -> dict[str, Any]:
@@ -54,7 +62,7 @@ def model_config(metadata: Metadata) -> dict[str, Any]:
         "dtype": "bfloat16",  # values of some files exceed float16
         "vocab_size": metadata.vocab_size(),
         **fields(metadata),
-        "tie_word_embeddings": not metadata.holds("output.weight"),
+        "tie_word_embeddings": metadata.file.ties_head(),
     }
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         config[f"{ours}_token_id"] = metadata.file.metadata.get(f"tokenizer.ggml.{theirs}_token_id")
@@ -65,6 +73,9 @@ def model_config(metadata: Metadata) -> dict[str, Any]:
 def generation_config(file: GGUFFile) -> dict[str, Any]:
     """The content of generation_config.json: the BOS token, all EOS tokens and the file's sampling parameters."""
     ends = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    tokens = file.metadata.get("tokenizer.ggml.tokens") or []
+    if "<|return|>" in tokens and "<|call|>" in tokens:  # gpt-oss ends its turn with either; files name one
+        ends.append(tokens.index("<|call|>"))
     config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
     for ours, theirs in (("bos", "bos"), ("pad", "padding")):
         if (token := file.metadata.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
@@ -87,21 +98,29 @@ _POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
 def pooling_files(file: GGUFFile) -> dict[str, Any]:
     """modules.json and the files that it names; empty if the file does not say how vectors are made.
 
-    Vectors are normalised, as llama.cpp does by default.
+    Vectors are normalised, as llama.cpp does by default. The matrices of ``DENSE`` come between pooling and that.
     """
     kind = file.metadata.get(f"{file.metadata.get('general.architecture')}.pooling_type", 0)
     if kind in (0, 4):
         return {}
     if kind not in _POOLING:
         raise UnsupportedModelError(f"{file.path}: pooling_type {kind} is not supported; supported: {_POOLING}")
-    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    return {
+    dense = {folder: file.tensors[tensor] for folder, tensor in DENSE.items() if tensor in file.tensors}
+    modules = {"": "Transformer", "1_Pooling": "Pooling", **dict.fromkeys(dense, "Dense"), "4_Normalize": "Normalize"}
+    files: dict[str, Any] = {
         "modules.json": [
             {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
             for index, (path, name) in enumerate(modules.items())
         ],
         "1_Pooling/config.json": {"pooling_mode": _POOLING[kind]},
     }
+    for folder, tensor in dense.items():
+        if len(tensor.shape) != 2:
+            raise WeightError(f"tensor {tensor.name!r} must be a matrix, not {list(tensor.shape)}", file=file.path)
+        outputs, inputs = tensor.shape
+        sizes = {"in_features": inputs, "out_features": outputs, "bias": False}
+        files[f"{folder}/config.json"] = sizes | {"activation_function": "torch.nn.modules.linear.Identity"}
+    return files
 
 
 #: llama.cpp's keys below ``general.sampling`` -> names in generation_config.json. Keys for samplers that do not exist
@@ -159,6 +178,10 @@ def _mixture(m: Metadata, *, renormalize: bool = False) -> dict[str, Any]:
     )
 
 
+def _clip(m: Metadata) -> dict[str, Any]:
+    return {"clip_qkv": m.real("attention.clamp_kqv") if m.has("attention.clamp_kqv") else None}
+
+
 def _deepseek(m: Metadata) -> dict[str, Any]:
     rope = m.rope(partial=True)
     del rope["partial_rotary_factor"]
@@ -187,13 +210,109 @@ def _deepseek(m: Metadata) -> dict[str, Any]:
         topk_group=m.integer("expert_group_used_count", default=1),
         topk_method="noaux_tc" if is_v3 else "greedy" if groups == 1 else "group_limited_greedy",
         scoring_func="sigmoid" if is_v3 else "softmax",
-        num_nextn_predict_layers=0,
+        **_prediction(m),
     )
 
 
 def _is_v3(m: Metadata) -> bool:
     """Whether a "deepseek2" file is of DeepSeek-V3, whose routers are sigmoids."""
     return m.integer("expert_gating_func", default=1) == 2
+
+
+def _prediction(m: Metadata) -> dict[str, Any]:
+    """Layers for multi-token prediction are the last ones of a file, if it has them."""
+    extra = m.optional("nextn_predict_layers") or 0
+    return {"num_hidden_layers": m.layers() - extra, "num_nextn_predict_layers": extra}
+
+
+def _like_deepseek3(m: Metadata, **changes: Any) -> dict[str, Any]:
+    """The mixture of dots.llm1 and GLM-4-MoE."""
+    if m.integer("expert_gating_func", default=2) != 2:
+        raise UnsupportedModelError(f"{m.file.path}: {m.arch}.expert_gating_func other than sigmoid is not supported")
+    return _decoder(
+        m,
+        attention_bias=m.holds("blk.0.attn_q.bias"),
+        first_k_dense_replace=m.optional("leading_dense_block_count") or 0,
+        n_routed_experts=m.integer("expert_count"),
+        n_shared_experts=m.optional("expert_shared_count") or 0,
+        num_experts_per_tok=m.integer("expert_used_count"),
+        moe_intermediate_size=m.integer("expert_feed_forward_length"),
+        routed_scaling_factor=m.real("expert_weights_scale") if m.has("expert_weights_scale") else 1.0,
+        norm_topk_prob=m.flag("expert_weights_norm"),
+        n_group=m.integer("expert_group_count", default=1),
+        topk_group=m.integer("expert_group_used_count", default=1),
+        **_prediction(m),
+        **changes,
+    )
+
+
+def _glm4_moe(m: Metadata) -> dict[str, Any]:
+    return _like_deepseek3(m, rope_parameters=m.rope(partial=True), use_qk_norm=m.holds("blk.0.attn_q_norm.weight"))
+
+
+def _ernie_moe(m: Metadata) -> dict[str, Any]:
+    return _decoder(
+        m,
+        use_bias=m.holds("blk.0.attn_output.bias"),
+        moe_num_experts=m.integer("expert_count"),
+        moe_k=m.integer("expert_used_count"),
+        moe_intermediate_size=m.integer("expert_feed_forward_length"),
+        moe_num_shared_experts=m.optional("expert_shared_count") or 0,
+        moe_layer_interval=m.integer("interleave_moe_layer_step", default=1),
+        moe_layer_start_index=m.optional("leading_dense_block_count") or 0,
+        moe_layer_end_index=-1,
+    )
+
+
+def _granite_moe(m: Metadata) -> dict[str, Any]:
+    return _granite(m) | {
+        "num_local_experts": m.integer("expert_count"),
+        "num_experts_per_tok": m.integer("expert_used_count"),
+        "shared_intermediate_size": m.optional("expert_shared_feed_forward_length") or 0,
+    }
+
+
+def _hunyuan_moe(m: Metadata) -> dict[str, Any]:
+    inner = m.integer("feed_forward_length")
+    for key in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        if m.integer(key, default=inner) != inner:
+            raise UnsupportedModelError(f"{m.file.path}: {m.arch} with experts of different sizes is not supported")
+    return _decoder(m, num_experts=m.integer("expert_count"), moe_topk=m.integer("expert_used_count"))
+
+
+def _minimax_m2(m: Metadata) -> dict[str, Any]:
+    if m.integer("expert_gating_func", default=2) != 2:
+        raise UnsupportedModelError(f"{m.file.path}: {m.arch}.expert_gating_func other than sigmoid is not supported")
+    return _decoder(
+        m,
+        partly_rotated=True,
+        intermediate_size=m.integer("expert_feed_forward_length"),
+        num_local_experts=m.integer("expert_count"),
+        num_experts_per_tok=m.integer("expert_used_count"),
+    )
+
+
+def _phimoe(m: Metadata) -> dict[str, Any]:
+    return _phi3(m) | {
+        "num_local_experts": m.integer("expert_count"),
+        "num_experts_per_tok": m.integer("expert_used_count"),
+        "lm_head_bias": m.holds("output.bias"),
+    }
+
+
+def _llama4(m: Metadata) -> dict[str, Any]:
+    """llama.cpp knows chunks, temperatures and norms of the published models, which files do not say."""
+    experts, has_chunks = m.integer("expert_count"), m.file.metadata.get("llama4.attention.sliding_window") != 0
+    return _decoder(
+        m,
+        intermediate_size=m.integer("expert_feed_forward_length"),
+        intermediate_size_mlp=m.integer("feed_forward_length"),
+        num_local_experts=experts,
+        num_experts_per_tok=m.integer("expert_used_count"),
+        interleave_moe_layer_step=m.integer("interleave_moe_layer_step", default=1),
+        attention_chunk_size=m.integer("attention.sliding_window", default=8192) if has_chunks else None,
+        use_qk_norm=experts != 128,
+    )
 
 
 def _gemma(m: Metadata, **changes: Any) -> dict[str, Any]:
@@ -231,6 +350,16 @@ def _gemma3(m: Metadata) -> dict[str, Any]:
     )
 
 
+def _gemma_embedding(m: Metadata) -> dict[str, Any]:
+    m.flag("attention.causal")  # it is not, whether the file says so or not
+    return _gemma3(m) | {"use_bidirectional_attention": True}
+
+
+def _bidirectional(m: Metadata) -> dict[str, Any]:
+    m.flag("attention.causal")
+    return _decoder(m)
+
+
 def _phi3(m: Metadata) -> dict[str, Any]:
     rope = m.rope(partial=True)
     original = rope.pop("original_max_position_embeddings", None)
@@ -251,6 +380,21 @@ def _gpt2(m: Metadata) -> dict[str, Any]:
         "activation_function": "gelu_new",
         "layer_norm_epsilon": m.real("attention.layer_norm_epsilon", default=1e-5),
     }
+
+
+def _gpt_oss(m: Metadata) -> dict[str, Any]:
+    rope = m.rope()
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # as the models were trained
+    return _decoder(
+        m,
+        rope_parameters=rope,
+        intermediate_size=m.integer("expert_feed_forward_length"),
+        num_local_experts=m.integer("expert_count"),
+        num_experts_per_tok=m.integer("expert_used_count"),
+        sliding_window=m.integer("attention.sliding_window"),
+        layer_types=["sliding_attention" if slides else "full_attention" for slides in m.sliding_layers(2)],
+    )
 
 
 def _gptneox(m: Metadata) -> dict[str, Any]:
@@ -280,6 +424,20 @@ def _classifier(m: Metadata) -> dict[str, Any]:
     return _encoder(m) | {"id2label": {str(index): str(name) for index, name in enumerate(names)}}
 
 
+def _yes_no_scorer(m: Metadata) -> dict[str, Any]:
+    """A language model that scores pairs (Qwen3-Reranker): the head's rows of two answers are its classes."""
+    count = m.rows("cls.output.weight") or 1
+    labels = m.file.metadata.get(f"{m.arch}.classifier.output_labels")
+    template = m.file.metadata.get("tokenizer.chat_template.rerank")
+    if count != 2 or labels != ["yes", "no"] or not isinstance(template, str) or "{document}" not in template:
+        raise UnsupportedModelError(
+            f"{m.file.path}: {m.arch} with classes is supported if these are yes and no, and with the chat template "
+            f"'rerank' of a query and a document; not with {labels!r}"
+        )
+    names = {str(index): name for index, name in enumerate(labels)}
+    return _decoder(m, id2label=names, sentence_transformers={PAIR_TEMPLATE: template})
+
+
 def _nomic(m: Metadata) -> dict[str, Any]:
     rope = m.rope()
     if rope.pop("rope_type") != "default":
@@ -302,9 +460,77 @@ def _bloom(m: Metadata) -> dict[str, Any]:
     return config
 
 
+def _layer_types(m: Metadata, pattern: int) -> dict[str, Any]:
+    """The window, and the layers that have it; all layers are full without one."""
+    window = m.optional("attention.sliding_window")
+    sliding = m.sliding_layers(pattern) if window else [False] * m.layers()
+    types = ["sliding_attention" if slides else "full_attention" for slides in sliding]
+    return {"sliding_window": window, "layer_types": types}
+
+
+def _olmo3(m: Metadata) -> dict[str, Any]:
+    """A file's scaling is that of the layers without a window."""
+    full = m.rope()
+    if m.has("rope.scaling.yarn_attn_factor"):
+        full["attention_factor"] = m.real("rope.scaling.yarn_attn_factor")
+    ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": full["rope_theta"]}}
+    return _decoder(m, rope_parameters=ropes, **_layer_types(m, 4))
+
+
+def _granite(m: Metadata) -> dict[str, Any]:
+    def factor(key: str) -> float:
+        return m.real(key) if m.has(key) else 1.0
+
+    return _decoder(
+        m,
+        attention_multiplier=factor("attention.scale"),
+        embedding_multiplier=factor("embedding_scale"),
+        residual_multiplier=factor("residual_scale"),
+        logits_scaling=factor("logit_scale"),
+    )
+
+
+def _mistral3(m: Metadata) -> dict[str, Any]:
+    rope = m.rope()
+    if m.has("rope.scaling.yarn_log_multiplier"):
+        rope |= {"mscale": 1.0, "mscale_all_dim": m.real("rope.scaling.yarn_log_multiplier")}
+    if m.has("attention.temperature_scale"):
+        rope["llama_4_scaling_beta"] = m.real("attention.temperature_scale")
+    return _decoder(m, rope_parameters=rope)
+
+
+def _cohere(m: Metadata) -> dict[str, Any]:
+    return _decoder(m, logit_scale=m.real("logit_scale"), use_qk_norm=m.holds("blk.0.attn_q_norm.weight"))
+
+
+def _cohere2(m: Metadata) -> dict[str, Any]:
+    return _decoder(m, logit_scale=m.real("logit_scale"), **_layer_types(m, 4))
+
+
+def _stablelm(m: Metadata) -> dict[str, Any]:
+    return _decoder(
+        m,
+        partly_rotated=True,
+        use_qkv_bias=m.holds("blk.0.attn_q.bias"),
+        qk_layernorm=m.holds("blk.0.attn_q_norm.weight"),
+        use_parallel_residual=not m.holds("blk.0.ffn_norm.weight"),
+    )
+
+
+def _glm(m: Metadata) -> dict[str, Any]:
+    has_bias = m.holds("blk.0.attn_q.bias") or m.holds("blk.0.attn_qkv.bias")
+    return _decoder(m, partly_rotated=True, attention_bias=has_bias)
+
+
+def _seed_oss(m: Metadata) -> dict[str, Any]:
+    qkv, out = (m.holds(f"blk.0.{name}.bias") for name in ("attn_q", "attn_output"))
+    return _decoder(m, attention_bias=qkv, attention_out_bias=out)
+
+
 #: general.architecture, with a suffix where models share one -> the class in transformers, and its own settings.
 ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", _decoder),
+    "llama-embed": ("LlamaBidirectionalModel", _bidirectional),
     "llama with a window": (
         "MistralForCausalLM",
         lambda m: _decoder(m, sliding_window=m.integer("attention.sliding_window")),
@@ -313,15 +539,56 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     "qwen2": ("Qwen2ForCausalLM", _decoder),
     "qwen2moe": ("Qwen2MoeForCausalLM", _mixture),
     "qwen3": ("Qwen3ForCausalLM", _decoder),
+    "qwen3 with classes": ("Qwen3ForSequenceClassification", _yes_no_scorer),
     "qwen3moe": ("Qwen3MoeForCausalLM", partial(_mixture, renormalize=True)),
+    "olmo": ("OlmoForCausalLM", lambda m: _decoder(m, **_clip(m))),
     "olmo2": ("Olmo2ForCausalLM", _decoder),
-    "olmoe": ("OlmoeForCausalLM", _mixture),
+    "olmo2 with a window": ("Olmo3ForCausalLM", _olmo3),
+    "apertus": ("ApertusForCausalLM", partial(_decoder, hidden_act="xielu")),
+    "arcee": ("ArceeForCausalLM", partial(_decoder, hidden_act="relu2")),
+    "chatglm": ("GlmForCausalLM", _glm),
+    "cohere2": ("Cohere2ForCausalLM", _cohere2),
+    "command-r": ("CohereForCausalLM", _cohere),
+    "ernie4_5": ("Ernie4_5ForCausalLM", lambda m: _decoder(m, use_bias=m.holds("blk.0.attn_output.bias"))),
+    "exaone4": ("Exaone4ForCausalLM", lambda m: _decoder(m, **_layer_types(m, 4))),
+    "glm4": ("Glm4ForCausalLM", _glm),
+    "granite": ("GraniteForCausalLM", _granite),
+    "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", _decoder),
+    "jais2": ("Jais2ForCausalLM", partial(_decoder, hidden_act="relu2")),
+    "mistral3": ("Ministral3ForCausalLM", _mistral3),
+    "nemotron": (
+        "NemotronForCausalLM",
+        lambda m: _decoder(
+            m, partly_rotated=True, hidden_act="relu2", norm_eps=m.real("attention.layer_norm_epsilon", default=1e-5)
+        ),
+    ),
+    "phi2": ("PhiForCausalLM", partial(_decoder, partly_rotated=True, hidden_act="gelu_new")),
+    "seed_oss": ("SeedOssForCausalLM", _seed_oss),
+    "smollm3": ("SmolLM3ForCausalLM", _decoder),
+    "stablelm": ("StableLmForCausalLM", _stablelm),
+    "starcoder2": (
+        "Starcoder2ForCausalLM",
+        lambda m: _decoder(
+            m, hidden_act="gelu_pytorch_tanh", norm_epsilon=m.real("attention.layer_norm_epsilon", default=1e-5)
+        ),
+    ),
+    "olmoe": ("OlmoeForCausalLM", lambda m: _mixture(m) | _clip(m)),
+    "phimoe": ("PhimoeForCausalLM", _phimoe),
+    "glm4moe": ("Glm4MoeForCausalLM", _glm4_moe),
+    "dots1": ("Dots1ForCausalLM", partial(_like_deepseek3, sliding_window=None)),
+    "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", _ernie_moe),
+    "granitemoe": ("GraniteMoeSharedForCausalLM", _granite_moe),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", _hunyuan_moe),
+    "llama4": ("Llama4ForCausalLM", _llama4),
+    "minimax-m2": ("MiniMaxM2ForCausalLM", _minimax_m2),
     "deepseek2": ("DeepseekV2ForCausalLM", _deepseek),
     "deepseek2 with sigmoids": ("DeepseekV3ForCausalLM", _deepseek),
     "gemma": ("GemmaForCausalLM", _gemma),
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
+    "gemma-embedding": ("Gemma3TextModel", _gemma_embedding),
     "phi3": ("Phi3ForCausalLM", _phi3),
+    "gpt-oss": ("GptOssForCausalLM", _gpt_oss),
     "gpt2": ("GPT2LMHeadModel", _gpt2),
     "gptj": ("GPTJForCausalLM", lambda m: _gpt2(m) | {"rotary_dim": m.rotated()}),
     "gptneox": ("GPTNeoXForCausalLM", _gptneox),
@@ -329,6 +596,7 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     "bloom": ("BloomForCausalLM", _bloom),
     "bert": ("BertModel", _encoder),
     "bert with classes": ("BertForSequenceClassification", _classifier),
+    "eurobert": ("EuroBertModel", _bidirectional),
     "nomic-bert": ("NomicBertModel", _nomic),
 }
 
@@ -340,8 +608,10 @@ def _kind(m: Metadata) -> str:
         name = "llama with experts"
     elif name == "llama" and m.has("attention.sliding_window"):
         name = "llama with a window"
-    elif name == "bert" and m.holds("cls.output.weight"):
-        name = "bert with classes"
+    elif name == "olmo2" and m.has("attention.sliding_window"):
+        name = "olmo2 with a window"
+    elif name in ("bert", "qwen3") and m.holds("cls.output.weight"):
+        name = f"{name} with classes"
     elif name == "deepseek2" and _is_v3(m):
         name = "deepseek2 with sigmoids"
     if name not in ARCHITECTURES:

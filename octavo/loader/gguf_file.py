@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Container, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,8 +24,10 @@ from gguf.tensor_mapping import get_tensor_name_map
 from octavo.core.dtypes import DType, rounded
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
+from octavo.kernels.interface import StoredForm
 from octavo.kernels.weight_rows import GGUFRows, dequantize
 from octavo.loader.files import split_paths
+from octavo.loader.misfits import Fields
 from octavo.models.checkpoint import (
     CheckpointEntry,
     Pairs,
@@ -37,6 +39,7 @@ from octavo.models.checkpoint import (
     is_transposed,
     transpose,
 )
+from octavo.process.startup import GIB
 
 #: Types of metadata by their number.
 _SCALARS: dict[int, np.dtype[Any]] = {
@@ -47,14 +50,19 @@ _STRING, _ARRAY = 8, 9
 #: Bytes of the longest text: chat templates and whole tokenizers are texts.
 _MAX_TEXT = 64 << 20
 _MAX_DIMS = 4
+#: Bytes that are compared at once.
+_PIECE = 8 << 20
 
-#: Tensor types that can be dequantized.
+#: Tensor types that can be dequantized: all those of weights that the package knows.
 SUPPORTED_TYPES = frozenset(
     GGMLQuantizationType[name]
     for name in (
         *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
         *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+        *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+        *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "Q1_0"),
     )
+    if name in GGMLQuantizationType.__members__
 )
 
 
@@ -120,7 +128,7 @@ class GGUFFile:
     def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         try:
             with path.open("rb") as f:
-                header = _Header(f, path.stat().st_size, path)
+                header = GGUFHeader(f, path.stat().st_size, path)
                 return header.metadata(), header.tensors()
         except OSError as e:
             raise WeightError(f"cannot be read: {e.strerror or e}", file=path) from e
@@ -137,6 +145,39 @@ class GGUFFile:
             bytes_of_type[tensor.type.name] += tensor.rows * tensor.row_bytes
         return max(bytes_of_type, key=lambda name: bytes_of_type[name], default="none")
 
+    def describe(self, form_of: Callable[[str], StoredForm | None], dtype: DType) -> str:
+        """The file type, and what becomes of the matrices of each tensor type, with bytes in the file and in memory.
+
+        Args:
+            form_of: how the kernels keep a type; None: in ``dtype``.
+        """
+        counts: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            if len(tensor.shape) > 1:
+                counts[tensor.type.name] += tensor.rows * tensor.shape[-1]
+        parts = []
+        for kind, count in counts.most_common():
+            block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+            form = form_of(kind) if block > 1 else None
+            held = 8.0 * dtype.itemsize if form is None else form.bits
+            sizes = f"{count * size / block / GIB:.2f} GiB"
+            if (now := f"{count * held / 8 / GIB:.2f} GiB") != sizes:
+                sizes += f" in the file, {now} in memory"
+            how = f"as {dtype}" if form is None else "as it is" if form.is_exact else "quantised again to 8 bits"
+            parts.append(f"{kind} {how} ({sizes})")
+        return f"GGUF file type {self.file_type}: {'; '.join(parts)}"
+
+    def ties_head(self) -> bool:
+        """Whether the language-model head is the embedding: the file has none, or has the same bytes twice."""
+        head, embedding = self.tensors.get("output.weight"), self.tensors.get("token_embd.weight")
+        if head is None or embedding is None:
+            return head is None
+        if (head.type, head.shape) != (embedding.type, embedding.shape):
+            return False
+        step = max(1, _PIECE // head.row_bytes)
+        pieces = (slice(start, start + step) for start in range(0, head.rows, step))
+        return all(np.array_equal(self.read_rows(head, piece), self.read_rows(embedding, piece)) for piece in pieces)
+
     def read_rows(self, tensor: GGUFTensor, rows: slice | None = None) -> np.ndarray:
         """Rows of a tensor, by default all, in the file's format: uint8 [rows, bytes of a row]."""
         first, last, _ = (rows or slice(None)).indices(tensor.rows)
@@ -149,7 +190,7 @@ class GGUFFile:
         return data.reshape(last - first, tensor.row_bytes)
 
 
-class _Header:
+class GGUFHeader:
     """A cursor over the header that never reads past the end of the file."""
 
     def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
@@ -189,7 +230,11 @@ class _Header:
             try:
                 tensor = GGUFTensor(name, shape, GGMLQuantizationType(kind), start + offset, self._path)
             except ValueError:
-                raise UnsupportedModelError(f"tensor {name!r} has the unknown type {kind}", file=self._path) from None
+                raise UnsupportedModelError(
+                    f"tensor {name!r} has type {kind}, which the installed package gguf does not know; a newer one "
+                    "may: pip install -U gguf",
+                    file=self._path,
+                ) from None
             if tensor.type not in SUPPORTED_TYPES:
                 raise UnsupportedModelError(
                     f"tensor {name!r} has type {tensor.type.name}, which is not supported; supported: "
@@ -294,6 +339,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 #: Tensors that become settings of the configuration.
 ROPE_TABLES = frozenset((ROPE_FACTORS, _LONG, _SHORT))
+#: Matrices after the pooling, which become files of a sentence-transformers folder.
+DENSE = {"2_Dense": "dense_2.weight", "3_Dense": "dense_3.weight"}
 
 
 class Metadata:
@@ -413,8 +460,12 @@ class Metadata:
         if self.holds(ROPE_FACTORS):
             if kind != "none":
                 raise UnsupportedModelError(f"{path}: rope factors together with {kind} scaling are not supported")
-            factors, theta = self._vector(ROPE_FACTORS).astype(np.float64), self.real("rope.freq_base", 10000.0)
-            return llama3_parameters(factors, theta, rotated, str(path))
+            factors, theta = self._divisors(ROPE_FACTORS, rotated), self.real("rope.freq_base", 10000.0)
+            # Any other table is used as it is, at all lengths.
+            return llama3_parameters(np.array(factors), theta) or {
+                **{"rope_type": "longrope", "long_factor": factors, "short_factor": factors, "attention_factor": 1.0},
+                "original_max_position_embeddings": self.integer("context_length"),
+            }
         if kind == "none" or factor not in metadata:
             if kind not in ("none", "linear"):
                 raise WeightError(f"{path}: {kind} rope scaling without {factor}")
@@ -425,19 +476,17 @@ class Metadata:
         if kind != "yarn":
             raise UnsupportedModelError(f"{path}: rope scaling {kind!r} is not supported")
         rope["original_max_position_embeddings"] = self.integer("rope.scaling.original_context_length")
-        for name in ("beta_fast", "beta_slow"):
-            if f"{self.arch}.rope.scaling.yarn_{name}" in metadata:
-                rope[name] = self.real(f"rope.scaling.yarn_{name}")
+        settings = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
+        for name, key in settings.items():
+            if f"{self.arch}.rope.scaling.yarn_{key}" in metadata:
+                rope[name] = self.real(f"rope.scaling.yarn_{key}")
         return rope
 
     def _longrope(self, rotated: int) -> dict[str, Any]:
         """Phi-3's factors for long contexts, a divisor for each pair of dimensions (arXiv 2402.13753)."""
         rope: dict[str, Any] = {"rope_type": "longrope"}
         for name, tensor in (("long_factor", _LONG), ("short_factor", _SHORT)):
-            factors = self._vector(tensor)
-            if factors.shape != (rotated // 2,) or not np.isfinite(factors).all() or (factors <= 0).any():
-                raise WeightError(f"{self.file.path}: tensor {tensor!r} must hold {rotated // 2} positive numbers")
-            rope[name] = [float(str(value)) for value in factors]
+            rope[name] = self._divisors(tensor, rotated)
         original = self.integer("rope.scaling.original_context_length")
         scale = self.integer("context_length") / original
         usual = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
@@ -447,42 +496,43 @@ class Metadata:
             rope["attention_factor"] = attention_factor
         return rope
 
-    def _vector(self, name: str) -> np.ndarray:
+    def _divisors(self, name: str, rotated: int) -> list[float]:
+        """A table of the divisors of frequencies, one for each pair of rotated dimensions."""
         if name not in self.file.tensors:
             raise WeightError(f"{self.file.path} has no tensor {name!r}")
         tensor = self.file.tensors[name]
-        return dequantize(tensor.type.name, self.file.read_rows(tensor)).ravel()
+        values = dequantize(tensor.type.name, self.file.read_rows(tensor)).ravel()
+        if values.shape != (rotated // 2,) or not np.isfinite(values).all() or (values <= 0).any():
+            raise WeightError(f"{self.file.path}: tensor {name!r} must hold {rotated // 2} positive numbers")
+        return [float(str(value)) for value in values]
 
 
-def llama3_parameters(factors: np.ndarray, theta: float, head_dim: int, source: str) -> dict[str, Any]:
-    """The rope parameters of Llama 3.1, from the table of divisors [head_dim / 2] that a GGUF file has instead.
+def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
+    """The rope parameters of Llama 3.1, from the table of divisors that a GGUF file has instead; None for other tables.
 
     With f rotations a token, a dimension's divisor is 1 where f * original > high, ``factor`` where f * original < low,
     and between them 1 / ((1 - s) / factor + s) with s = (f * original - low) / (high - low). The table determines only
     two of original, low and high (scaling all three changes nothing), so low is 1, as in every published model.
     """
-    wrong = UnsupportedModelError(f"{source}: the table {ROPE_FACTORS!r} does not follow Llama 3's rope scaling")
-    if factors.shape != (head_dim // 2,) or not np.isfinite(factors).all() or (factors <= 0).any():
-        raise wrong
     if (factors == 1).all():
         return {"rope_type": "default"}
     factor = float(factors.max())
     if factor <= 1:
-        raise wrong
-    frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+        return None
+    frequency = theta ** (-np.arange(len(factors)) / len(factors)) / (2 * math.pi)
     smooth = (1 / factors - 1 / factor) / (1 - 1 / factor)
     between = (smooth > 1e-4) & (smooth < 1 - 1e-4)
     if between.sum() < 2:
-        raise wrong
+        return None
     slope, intercept = np.polyfit(frequency[between], smooth[between], 1)
     if slope <= 0 or intercept >= 0:
-        raise wrong
+        return None
     high = 1 - 1 / intercept  # intercept = -low / (high - low), slope = original / (high - low)
     original = round(slope * (high - 1))
     high = round(high, 2)
     s = np.clip((frequency * original - 1) / (high - 1), 0, 1)
-    if not np.allclose(1 / ((1 - s) / factor + s), factors, rtol=1e-3):
-        raise wrong
+    if not np.allclose(1 / ((1 - s) / factor + s), factors, rtol=1e-5):
+        return None
     rope = {"rope_type": "llama3", "factor": round(factor, 4), "low_freq_factor": 1.0, "high_freq_factor": high}
     return rope | {"original_max_position_embeddings": original}
 
@@ -491,18 +541,26 @@ def llama3_parameters(factors: np.ndarray, theta: float, head_dim: int, source: 
 
 #: Names that the package's map, or that of an older package, lacks; of layers, the names of the first.
 _ALIASES = {
+    "lm_head.weight": "output.weight",
     "model.embed_positions.weight": "position_embd.weight",
     "model.embed_norm.weight": "token_embd_norm.weight",
     "model.embed_norm.bias": "token_embd_norm.bias",
     "model.layers.0.mlp.gate.e_score_correction_bias": "blk.0.exp_probs_b.bias",
+    "model.layers.0.self_attn.sinks": "blk.0.attn_sinks.weight",
     "model.embed_types.weight": "token_types.weight",
     **{f"model.layers.0.attention_norm.{kind}": f"blk.0.attn_output_norm.{kind}" for kind in ("weight", "bias")},
     **{f"model.layers.0.mlp_norm.{kind}": f"blk.0.layer_output_norm.{kind}" for kind in ("weight", "bias")},
-    **{f"head.out.{kind}": f"cls.output.{kind}" for kind in ("weight", "bias")},
+    **{f"{head}.out.{kind}": f"cls.output.{kind}" for head in ("head", "score") for kind in ("weight", "bias")},
 }
 #: The norms of a Falcon with two norms, which are the other way round.
 _FALCON_NORMS = {"input_layernorm": "attn_norm_2", "post_attention_layernorm": "attn_norm"}
+#: Tensors of one number that files keep as settings, with a number for each layer.
+_SETTINGS = {f"act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}
+#: Architectures in whose files the rows of a head's two halves take turns.
+_INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "llama-embed", "mistral3", "olmo", "smollm3")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+#: Fused matrices that the converter writes of any architecture if it is told to.
+_FUSED_ON_DEMAND = {"self_attn.qkv_proj": "attn_qkv", "experts.gate_up_proj": "ffn_gate_up_exps"}
 #: Keys and values of latent attention: one matrix, or two.
 _KEYS_VALUES, _KEYS, _VALUES = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -524,6 +582,10 @@ def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> d
     def source_of(stem: str, ending: str) -> str | None:
         return name_map.get_name(f"{stem}.{ending}", (".weight", ".bias"))
 
+    def fused_source(stem: str, ending: str) -> str | None:
+        on_demand = (f"blk.0.{source}.{ending}" for part, source in _FUSED_ON_DEMAND.items() if stem.endswith(part))
+        return source_of(stem, ending) or next(on_demand, None)
+
     @functools.cache
     def find(name: str) -> str:
         stem, _, ending = name.rpartition(".")
@@ -531,7 +593,7 @@ def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> d
         if has_two_norms and part in _FALCON_NORMS:
             return f"blk.0.{_FALCON_NORMS[part]}.{ending}"
         for whole, parts in _FUSED.items():
-            if part in parts and (fused := source_of(f"{before}.{whole}", ending)) in held:
+            if part in parts and (fused := fused_source(f"{before}.{whole}", ending)) in held:
                 apart = [source_of(f"{before}.{other}", ending) for other in parts]
                 if apart[0] is None or fused not in apart:
                     return str(fused)
@@ -550,10 +612,10 @@ def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> d
 
 def layouts(arch: str, config: ModelConfig) -> list[CheckpointEntry]:
     """Entries from the layout of GGUF files to that of transformers' checkpoints, under the network's names."""
-    if arch == "llama":  # the rows of a head's two halves take turns
+    if arch in _INTERLEAVED:
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
         return [Permute(rf"\.{name}\.", halve_pairs(count, config.head_dim)) for name, count in heads.items()]
-    if arch.startswith("gemma"):
+    if arch.startswith("gemma") or arch == "nemotron":
         return [Transform(r"norm\.weight$", lambda weight: weight - 1)]
     return []
 
@@ -575,17 +637,39 @@ class GGUFCheckpoint:
         self._places: dict[str, tuple[tuple[int, ...], GGUFTensor, slice]] = {}
         #: Keys [H, R, N] and values [H, W, R] of latent attention, where they are two tensors.
         self._split: dict[str, tuple[GGUFTensor, GGUFTensor]] = {}
-        self._unused = set(self.file.tensors) - ROPE_TABLES
-        for source, names in tensors_by_source(self._arch, [*shapes], self.file.tensors).items():
+        self._fields = Fields.of_gguf(config, self._arch)
+        blocks = (f"model.layers.{name.removeprefix('blk.')}" for name in self.file.tensors)
+        if (layers := self._fields.layers(blocks, shapes)) and self._lacks_blocks(config.num_layers):
+            raise WeightError(layers, file=path)
+        # Layers for multi-token prediction follow the network's.
+        last = config.num_layers + getattr(config, "prediction_layers", 0)
+        unused = tuple(f"blk.{layer}." for layer in range(config.num_layers, last))
+        self._unused = {
+            name
+            for name in self.file.tensors
+            if not name.startswith(unused)
+            and name not in ROPE_TABLES
+            and name not in DENSE.values()
+            and not self._is_scale(name)
+        }
+        if config.tie_word_embeddings:  # the file may have the same bytes twice
+            self._unused.discard("output.weight")
+        #: Numbers that are settings of the file, by the tensor's name.
+        self._settings = {name: value for name in shapes if (value := self._setting(name)) is not None}
+        names_in_file = [name for name in shapes if name not in self._settings]
+        for source, names in tensors_by_source(self._arch, names_in_file, self.file.tensors).items():
             if source.endswith(_KEYS_VALUES) and source not in self.file.tensors:
                 (rows, rank), prefix = shapes[names[0]], source.removesuffix(_KEYS_VALUES)
                 keys = self._tensor(prefix + _KEYS, (config.num_heads, rank, None))
                 width = rows // config.num_heads - keys.shape[-1]
                 self._split[names[0]] = keys, self._tensor(prefix + _VALUES, (config.num_heads, width, rank))
                 continue
-            first = shapes[names[0]]
-            sizes = (len(names), *first) if "_exps." in source else (sum(shapes[n][0] for n in names), *first[1:])
-            tensor, start = self._tensor(source, sizes), 0
+            first, experts = shapes[names[0]], len({match[0] for name in names if (match := _EXPERT.search(name))})
+            if "_exps." in source:  # of gate and up in one tensor, an expert has both
+                sizes = (experts, len(names) // experts * first[0], *first[1:])
+            else:
+                sizes = (sum(shapes[name][0] for name in names), *first[1:])
+            tensor, start = self._tensor(source, sizes, names[0] if len(names) == 1 else ""), 0
             for name in names:
                 shape = shapes[name]
                 stop = start + math.prod(shape if len(tensor.shape) == 1 else shape[:-1])
@@ -612,18 +696,58 @@ class GGUFCheckpoint:
                 tensor = rounded(tensor, dtype)
             yield name, transpose(tensor) if is_transposed(name, checkpoint_map) else tensor
 
-    def _tensor(self, name: str, shape: tuple[int | None, ...]) -> GGUFTensor:
-        """A tensor of this shape, but for dimensions of size 1, which files omit at times."""
+    def _lacks_blocks(self, layers: int) -> bool:
+        return not any(name.startswith(f"blk.{layers - 1}.") for name in self.file.tensors)
+
+    def _tensor(self, name: str, shape: tuple[int | None, ...], of: str = "") -> GGUFTensor:
+        """A tensor of this shape, but for dimensions of size 1, which files omit at times.
+
+        ``of``: the network's name of the tensor, if that is all of it.
+        """
         tensor = self.file.tensors.get(name)
         if tensor is None:
             raise WeightError(f"{self.file.path} has no tensor {name!r}")
         sizes, expected = ([size for size in sizes if size != 1] for sizes in (tensor.shape, shape))
         if len(sizes) != len(expected) or any(b not in (None, a) for a, b in zip(sizes, expected, strict=True)):
-            raise WeightError(f"{self.file.path}: tensor {name!r} has shape {list(tensor.shape)}, not {list(shape)}")
+            fits = tuple(size or 0 for size in shape)
+            hint = self._fields.explain(of, tensor.shape, fits)
+            raise WeightError(
+                f"{self.file.path}: tensor {name!r} has shape {list(tensor.shape)}, not {list(shape)}{hint}"
+            )
         self._unused.discard(name)
         return tensor
 
+    def _setting(self, name: str) -> float | None:
+        """The number of a tensor that the file keeps as a setting; None of others."""
+        layer = _LAYER.search(name)
+        key = next((key for tensor, key in _SETTINGS.items() if name.endswith(f".{tensor}")), None)
+        if key is None or layer is None:
+            return None
+        values = np.ravel(self.file.metadata.get(key, ()))
+        if int(layer[1]) >= len(values):
+            raise WeightError(f"{self.file.path}: {key} must have a number for each layer")
+        return float(values[int(layer[1])])
+
+    def _is_scale(self, name: str) -> bool:
+        """Whether the tensor is a factor of a matrix, or of its input, which is not quantised here."""
+        matrix, _, part = name.rpartition(".")
+        return part in ("scale", "input_scale") and f"{matrix}.weight" in self.file.tensors
+
+    def _factors(self, tensor: GGUFTensor, rows: slice) -> np.ndarray | None:
+        """float32 factors of rows, which matrices of NVFP4 have: one for the tensor, or for each expert."""
+        scale = self.file.tensors.get(f"{tensor.name.removesuffix('.weight')}.scale")
+        if scale is None:
+            return None
+        values = self._values(scale).ravel()
+        if values.size not in (1, tensor.shape[0]) or (values.size > 1 and len(tensor.shape) < 3):
+            raise WeightError(
+                f"{self.file.path}: tensor {scale.name!r} has {values.size} scales for {list(tensor.shape)}"
+            )
+        return np.repeat(values, tensor.rows // values.size)[rows]
+
     def _read(self, name: str, dtype: DType | None) -> Tensor:
+        if name in self._settings:
+            return np.full(self._shapes[name], self._settings[name], np.float32)
         if name in self._split:
             keys, values = (self._values(tensor).reshape(tensor.shape) for tensor in self._split[name])
             joined = np.concatenate([keys.transpose(0, 2, 1), values], axis=1)
@@ -631,10 +755,13 @@ class GGUFCheckpoint:
         shape, source, part = self._places[name]
         if len(source.shape) == 1:
             return self._values(source).ravel()[part].reshape(shape)
-        block = GGML_QUANT_SIZES[source.type][0]
+        block, factors = GGML_QUANT_SIZES[source.type][0], self._factors(source, part)
         if dtype is None and block > 1:
-            return GGUFRows(source.type.name, self.file.read_rows(source, part), shape[-1], block)
+            return GGUFRows(source.type.name, self.file.read_rows(source, part), shape[-1], block, factors)
         rows = self.file.read_rows(source, part)
+        if factors is not None:
+            values = GGUFRows(source.type.name, rows, shape[-1], block, factors).dequantize()
+            return rounded(values, dtype or DType.FLOAT32).reshape(shape)
         return dequantize(source.type.name, rows, dtype or DType.FLOAT32).reshape(shape)
 
     def _values(self, tensor: GGUFTensor) -> np.ndarray:

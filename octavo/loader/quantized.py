@@ -1,4 +1,4 @@
-"""Readers of quantised Hugging Face checkpoints: GPTQ, AWQ, compressed-tensors and fp8."""
+"""Readers of quantised Hugging Face checkpoints: GPTQ, AWQ, compressed-tensors, fp8 and MXFP4."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from octavo.core.dtypes import DType, Stored
 from octavo.core.errors import WeightError
 from octavo.core.model_config import CheckpointQuantization, QuantizationScheme
-from octavo.kernels.weight_rows import GroupQuantizedRows, QuantizedRows, dequantize_groups
+from octavo.kernels.weight_rows import GroupQuantizedRows, QuantizedRows, dequantize_groups, mxfp4_rows
 from octavo.models.checkpoint import (
     CheckpointEntry,
     Pairs,
@@ -399,6 +399,74 @@ class Unpack:
             raise WeightError(f"tensor {f'{prefix}.{next(iter(held))}'!r} occurs twice")
 
 
+#: Codes and scales of a stack of matrices X, or of one, in the checkpoints of gpt-oss.
+_MXFP4_PART = re.compile(r"(.+)_(blocks|scales)")
+_STACK = re.compile(r"experts\.(?=[^.]+$)")
+
+
+class UnpackMXFP4:
+    """A checkpoint entry that passes X_blocks and X_scales as ``X.weight`` [N, K], after the second of them was read.
+
+    X_blocks is uint8 [.., N, K / 32, 16], X_scales uint8 [.., N, K / 32] (see ``mxfp4_rows``). Of a stack
+    ``experts.X`` [experts, N, K] each matrix is passed by itself, as ``experts.0.X.weight`` and so on.
+    """
+
+    def __init__(self, stored: Mapping[str, Stored], dtype: DType, keep: Callable[[QuantizedRows], bool]) -> None:
+        """Checks the types and shapes of all tensors before any is read; arguments as for ``Unpack``.
+
+        Raises:
+            WeightError: codes or scales are missing, or have the wrong type or shape.
+        """
+        self._dtype, self._keep = dtype, keep
+        for name in stored:
+            if match := _MXFP4_PART.fullmatch(name):
+                self._check(stored, match[1])
+
+    def _check(self, stored: Mapping[str, Stored], matrix: str) -> None:
+        blocks, scales = f"{matrix}_blocks", f"{matrix}_scales"
+        if missing := [name for name in (blocks, scales) if name not in stored]:
+            raise WeightError(f"the checkpoint lacks {missing[0]!r}; a matrix of mxfp4 is stored as blocks and scales")
+        shape = stored[blocks].shape
+        dimensions = 4 if _STACK.search(matrix) else 3
+        if len(shape) != dimensions or not all(shape) or shape[-1] != 16:
+            expected = f"{'[experts, ' if dimensions == 4 else '['}outputs, inputs / 32, 16]"
+            raise WeightError(f"{blocks} has shape {list(shape)}; expected {expected}")
+        expect(stored, blocks, ("U8",), shape)
+        expect(stored, scales, ("U8",), shape[:-1])
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+        waiting: dict[str, dict[str, np.ndarray]] = {}
+        for name, tensor in pairs:
+            match = _MXFP4_PART.fullmatch(name)
+            if match is None or not isinstance(tensor, np.ndarray):
+                yield name, tensor
+                continue
+            held = waiting.setdefault(match[1], {})
+            if match[2] in held:
+                raise WeightError(f"tensor {name!r} occurs twice")
+            held[match[2]] = tensor
+            if len(held) == 2:
+                del waiting[match[1]]
+                yield from self._matrices(match[1], held["blocks"], held["scales"])
+
+    def _matrices(self, name: str, blocks: np.ndarray, scales: np.ndarray) -> Iterator[tuple[str, Tensor]]:
+        if blocks.ndim == 3:
+            yield f"{name}.weight", self._matrix(name, blocks, scales)
+            return
+        for index in range(len(blocks)):
+            expert = _STACK.sub(f"experts.{index}.", name)
+            yield f"{expert}.weight", self._matrix(expert, blocks[index], scales[index])
+
+    def _matrix(self, name: str, blocks: np.ndarray, scales: np.ndarray) -> Tensor:
+        if not has_values(blocks):  # only headers are compared
+            return without_values((blocks.shape[0], blocks.shape[1] * 32), self._dtype.numpy)
+        try:
+            rows = mxfp4_rows(blocks, scales)
+        except WeightError as e:
+            raise WeightError(f"matrix {name!r}: {e}") from None
+        return rows if self._keep(rows) else rows.dequantize()
+
+
 @dataclass(frozen=True)
 class DropZeroBiases:
     """Skips zero biases that the network does not expect: AutoGPTQ stores one for every matrix."""
@@ -421,6 +489,8 @@ def with_unpacking(
 ) -> list[CheckpointEntry]:
     """A network's map with the entries that a quantised checkpoint needs; arguments as for ``Unpack``."""
     entries = tuple(checkpoint_map)
+    if quantization.method == "mxfp4":
+        return [UnpackMXFP4(stored, dtype, keep), *entries]
     unpack = Unpack(quantization, stored, shapes, dtype, keep, lambda name: is_transposed(name, entries))
     return [unpack, *entries, DropZeroBiases()]
 

@@ -6,38 +6,40 @@ import difflib
 import hashlib
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.loader.builtin import BUILTIN, SHAPES, fetch_builtin, shape_folder
 from octavo.loader.files import MODEL_NAME as CTRANSLATE2_NAME
-from octavo.loader.files import cache_dir, fetch_hub, gguf_advice, is_ctranslate2, publish, split_paths
+from octavo.loader.files import cache_dir, is_ctranslate2, publish, split_paths
 
 if TYPE_CHECKING:
     from octavo.config.options import ModelOptions
     from octavo.core.model_config import CheckpointQuantization
+    from octavo.loader.hub import HubFiles, HubModel
 
 
+#: Bytes of the largest file that is fetched whole for ``write_sketch``: tokenizers are larger.
+_MAX_SKETCHED = 4 << 20
 #: Incremented when the files written for a GGUF file change.
 FOLDER_VERSION = 5
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-#: One of a hub repository's GGUF files, as in llama.cpp and Ollama: ``owner/name:Q4_K_M``.
-_GGUF_ID = re.compile(rf"(?:hf\.co/|huggingface\.co/)?({_HUB_ID.pattern}):([\w.-]+)")
 _WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json")
-_ACCEPTED = "a folder with config.json, a .gguf file, a built-in name or a hub id (owner/name)"
+_ACCEPTED = "a folder with config.json, a .gguf file, a built-in name or a hub id (owner/name, owner/name:Q4_K_M)"
 
 
 def resolve_model(name: str, *, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
     """The folder with config.json and tokenizer.json of a model, and its safetensors if it has no GGUF file.
 
     Args:
-        name: a folder with config.json, a .gguf file, a built-in name, the name of a shape, or a hub id ``owner/name``,
-            tried in this order.
-        revision: branch, tag or commit of a hub id.
+        name: a folder with config.json, a .gguf file, a built-in name, the name of a shape, or a model of the hub
+            (``octavo.loader.hub``), tried in this order.
+        revision: branch, tag or commit of a model of the hub.
         progress: shows downloads on standard error.
-        weights: false: weights are not fetched from the hub (``load_format="dummy"``).
+        weights: false: weights are not fetched from the hub (``load_format="dummy"``, or only a tokenizer is read).
 
     Raises:
         ModelNotFoundError: nothing of that name exists.
@@ -63,31 +65,67 @@ def resolve_model(name: str, *, revision: str | None = None, progress: bool = Tr
         return fetched.parent if BUILTIN[name].embeds else gguf_folder(fetched, name, BUILTIN[name].sampling)
     if name in SHAPES:
         return shape_folder(name)
-    if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
-        return fetch_hub(name, revision=revision, progress=progress, weights=weights)
+    if model := hub_model(name):
+        from octavo.loader.hub import find_files
+
+        meant = find_files(model, revision, weights=weights)
+        if meant.gguf is not None and not weights and not meant.is_fetched:
+            return _gguf_folder_without_weights(meant)
+        fetched = meant.fetch(progress=progress, weights=weights)
+        return fetched if meant.gguf is None else gguf_folder(fetched)
     raise ModelNotFoundError(_not_found(name))
 
 
-def gguf_source(name: str) -> Path | None:
-    """The GGUF file with the weights of the model ``name``; None if the model is in another format."""
+def resolve_tokenizer(name: str) -> Path:
+    """The folder with the tokenizer of a folder, of which no more is needed, or of any other model."""
+    path = Path(name).expanduser()
+    return path if path.is_dir() else resolve_model(name, weights=False)
+
+
+def hub_model(name: str) -> HubModel | None:
+    """The model of the hub that ``name`` means; None: it is a folder, a file, a built-in name, or no model."""
+    if "/" not in name or os.path.exists(os.path.expanduser(name)):
+        return None
+    from octavo.loader.hub import parse_hub_model
+
+    return parse_hub_model(name)
+
+
+def gguf_source(name: str, revision: str | None = None) -> Path | None:
+    """The GGUF file with the weights of the model ``name``; None if the model is in another format.
+
+    A model of the hub is looked for in the cache, to which ``resolve_model`` has fetched it.
+    """
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):
         return None
     if os.path.isfile(path):
         return path
+    if model := hub_model(name):
+        from octavo.loader.hub import find_cached
+
+        files = find_cached(model, revision)
+        return None if files is None or files.gguf is None else files.path
     return fetch_builtin(BUILTIN[name]) if name in BUILTIN and not BUILTIN[name].is_folder else None
 
 
 def weight_quantization(
-    options: ModelOptions, kernels: str, checkpoint: CheckpointQuantization | None = None
+    options: ModelOptions,
+    kernels: str,
+    checkpoint: CheckpointQuantization | None = None,
+    *,
+    is_gguf: bool | None = None,
 ) -> str | None:
     """The format of the matrices for ``options.quantization``, as in ``LayerContext.quantization``.
 
-    "auto" is the checkpoint's own format where the backend ``kernels="cpu"`` computes with it, several times faster
-    than widened and in a fraction of the memory: "gguf" for a GGUF file, else the name of ``checkpoint`` with integers.
-    Built-in models are excepted: figures, digests and examples that name one mean it in dtype.
+    "auto" is the checkpoint's own format where the backend computes with it, several times faster than widened and in
+    a fraction of the memory: "gguf" for a GGUF file and the name of ``checkpoint`` with codes for ``kernels="cpu"``,
+    "mxfp4" for ``kernels="triton"`` too.
+    Built-in models are excepted: figures, digests and examples that name one mean it in dtype. So are random weights,
+    but "mxfp4" makes random ones of that form. ``is_gguf``: whether the model is a GGUF file, if that
+    is known.
     """
-    if options.quantization in ("awq", "compressed-tensors", "gptq"):  # the method of the checkpoint
+    if options.quantization in ("awq", "compressed-tensors", "gptq", "mxfp4"):  # the method of the checkpoint
         if checkpoint is None or checkpoint.method != options.quantization:
             raise ConfigError(
                 f"quantization={options.quantization!r}, but the checkpoint is "
@@ -95,11 +133,15 @@ def weight_quantization(
             )
     elif options.quantization != "auto":
         return None if options.quantization == "none" else options.quantization
-    if kernels != "cpu" or options.load_format == "dummy" or options.model in BUILTIN:
+    is_random = options.load_format == "dummy" and options.quantization != "mxfp4"
+    computes = kernels == "cpu" or (kernels == "triton" and checkpoint is not None and checkpoint.method == "mxfp4")
+    if not computes or is_random or options.model in BUILTIN:
         return None
-    if checkpoint is not None and checkpoint.has_integers:
+    if checkpoint is not None and checkpoint.has_codes:
         return checkpoint.name
-    return None if gguf_source(options.model) is None else "gguf"
+    if is_gguf is None:
+        is_gguf = gguf_source(options.model, options.revision) is not None
+    return "gguf" if is_gguf else None
 
 
 def gguf_folder(path: Path, label: str | None = None, sampling: Mapping[str, float] | None = None) -> Path:
@@ -112,15 +154,66 @@ def gguf_folder(path: Path, label: str | None = None, sampling: Mapping[str, flo
         magic = f.read(4)
     if magic != b"GGUF":
         raise ModelNotFoundError(f"{path} is a file but not a GGUF file; accepted: {_ACCEPTED}")
-    safe = re.sub(r"[^\w.-]", "_", label or re.sub(r"-\d{5}-of-\d{5}$", "", path.stem))[:80]
-    target = cache_dir() / "models" / f"{safe}-{_fingerprint(path, sampling)}"
 
     def fill(folder: Path) -> None:
         from octavo.loader.gguf_config import write_gguf_folder
 
         write_gguf_folder(path, folder, sampling)
 
-    return publish(target, fill)
+    return publish(converted_folder(path, label, sampling), fill)
+
+
+def converted_folder(path: Path, label: str | None = None, sampling: Mapping[str, float] | None = None) -> Path:
+    """Where ``gguf_folder`` puts, or has put, the folder of a GGUF file."""
+    safe = re.sub(r"[^\w.-]", "_", label or re.sub(r"-\d{5}-of-\d{5}$", "", path.stem))[:80]
+    return cache_dir() / "models" / f"{safe}-{_fingerprint(path, sampling)}"
+
+
+def _gguf_folder_without_weights(files: HubFiles) -> Path:
+    """The folder with configuration and tokenizer of a GGUF file of the hub, of which only the header is fetched."""
+    assert files.gguf is not None
+    name = Path(files.gguf.name).name
+    digest = hashlib.sha256(f"{FOLDER_VERSION} {files.commit} {files.gguf.files}".encode()).hexdigest()[:16]
+
+    def fill(folder: Path) -> None:
+        from octavo.loader.gguf_config import write_gguf_folder
+
+        with tempfile.TemporaryDirectory() as scratch:
+            write_gguf_folder(write_sketch(files, Path(scratch)), folder)
+
+    return publish(cache_dir() / "models" / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:80]}-{digest}", fill)
+
+
+def write_sketch(files: HubFiles, folder: Path) -> Path:
+    """Writes what a model of the hub is, but no weights, to ``folder``; returns the folder, or its first GGUF file.
+
+    Files of weights have their sizes and headers, and are otherwise holes, so that all that reads headers works.
+    """
+    from octavo.loader.download import fetch_files, write_headers
+    from octavo.loader.gguf_file import GGUFHeader
+    from octavo.loader.hub import is_weights
+
+    def read_gguf(stream: BinaryIO, size: int, path: Path) -> None:
+        header = GGUFHeader(stream, size, path)
+        header.metadata()
+        header.tensors()
+
+    repo, commit, needed = files.repo, files.commit, files.needed()
+    write_headers(repo, commit, {path: file for path, file in needed.items() if is_weights(path)}, folder, read_gguf)
+    if files.gguf is not None:
+        return folder / files.gguf.files[0]
+    others = {
+        path: file
+        for path, file in needed.items()
+        if not is_weights(path) and (file.size <= _MAX_SKETCHED or path.endswith(".index.json"))
+    }
+    snapshot = fetch_files(
+        repo, commit, others, label=files.label, progress=False, revision=files.revision, are_all=False
+    )
+    for path in others:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(snapshot / path, folder / path)
+    return folder
 
 
 def ctranslate2_folder(path: Path, label: str | None = None) -> Path:
@@ -158,8 +251,6 @@ def _fingerprint(path: Path, written: Mapping[str, float] | None = None) -> str:
 
 
 def _not_found(name: str) -> str:
-    if match := _GGUF_ID.fullmatch(name):
-        return f"{name} names a GGUF file of the hub repository {match[1]}: {gguf_advice(match[1], match[2])}"
     begins = name.startswith((".", "~", os.sep))
     if begins or name.endswith((os.sep, *_WEIGHT_SUFFIXES)) or name.count(os.sep) > 1 or "\\" in name:
         path = Path(os.path.expanduser(name))
@@ -192,13 +283,13 @@ def description_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def checkpoint_digest(model: str, folder: Path) -> str:
+def checkpoint_digest(model: str, folder: Path, revision: str | None = None) -> str:
     """A digest of the names, sizes and modification times of a model's files, links followed.
 
-    ``model`` is the option's value, ``folder`` the resolved one. Contents are not read, which would take as long as a
-    start: a rewritten file counts as another even with equal contents, which is the safe side.
+    ``model`` and ``revision`` are the options' values, ``folder`` the resolved one. Contents are not read, which would
+    take as long as a start: a rewritten file counts as another even with equal contents, which is the safe side.
     """
-    source = gguf_source(model)
+    source = gguf_source(model, revision)
     files = [path for path in folder.iterdir() if path.suffix in _SUFFIXES] if folder.is_dir() else []
     facts = []
     for path in [*files, *(split_paths(source) if source is not None else ())]:

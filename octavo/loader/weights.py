@@ -6,6 +6,8 @@ process's memory until the layers have packed its tensors and it is dropped.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 import math
@@ -14,9 +16,10 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +37,20 @@ from octavo.kernels.weight_rows import GGUFRows, QuantizedRows, dequantize
 from octavo.layers.layer import Layer, LayerContext
 from octavo.loader.ctranslate2 import whisper_tensors
 from octavo.loader.files import MODEL_NAME, is_ctranslate2, split_paths
+from octavo.loader.misfits import Fields
 from octavo.loader.quantized import with_unpacking
 from octavo.loader.resolve import gguf_source
-from octavo.models.checkpoint import CheckpointEntry, Drop, Pairs, Rename, Shapes, Tensor, ZerosFor, without_values
+from octavo.models.checkpoint import (
+    CheckpointEntry,
+    Drop,
+    Pairs,
+    Rename,
+    Shapes,
+    SplitError,
+    Tensor,
+    ZerosFor,
+    without_values,
+)
 from octavo.models.config_files import ConfigReader, read_json, read_model_config
 from octavo.models.eagle import EagleConfig, EagleHead, EagleMethod, fit_to, read_eagle_config
 from octavo.models.network import Network, build_rank_without_weights, build_without_weights
@@ -47,6 +61,21 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _FLOATS = ("float32", "bfloat16", "float16")
 _MAX_INDEX_BYTES = 64 << 20
+#: Of a safetensors file, as the library has it.
+_MAX_HEADER = 100_000_000
+#: Types that safetensors knows and that are not read.
+_OTHER_TYPES = (
+    "C64",
+    "F4",
+    "F6_E2M3",
+    "F6_E3M2",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "F8_E8M0",
+    "U16",
+    "U32",
+    "U64",
+)
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 #: A file is remapped after this many bytes.
 _MAPPED_BYTES = 16 << 20
@@ -75,6 +104,8 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
     if gguf is None and context.quantization != "gguf":
         config, before = with_stored_head(config, folder)
     network = make_network(config, context)
+    if network.load_itself(None):
+        return network
     whole = network if context.layers is None else build_rank_without_weights(config, replace(context, layers=None))
     shapes = whole.tensor_shapes()
     entries = [*before, *network.entries()]
@@ -86,7 +117,11 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
         stored = DType.FLOAT32 if context.dtype is DType.FLOAT32 else DType.BFLOAT16
         dtype = None if context.quantization == "gguf" else stored
         names = {name for name, _, _ in network.tensors()}
-        tensors = GGUFCheckpoint(gguf, config, shapes).read(names, entries, dtype)
+        checkpoint = GGUFCheckpoint(gguf, config, shapes)
+        if context.tp_rank == 0 and (context.layers is None or not context.layers.start):
+            form_of = context.kernels.form_of if dtype is None else lambda kind: None
+            logger.info(checkpoint.file.describe(form_of, context.dtype))
+        tensors = checkpoint.read(names, entries, dtype)
         size = sum(part.stat().st_size for part in split_paths(gguf))
     elif context.quantization == "gguf":
         raise ConfigError(f"quantization='gguf' needs a model in a GGUF file; {folder} was not made from one")
@@ -139,20 +174,35 @@ def make_dummy_model(config: ModelConfig, context: LayerContext, seed: int) -> N
     if context.quantization == "gguf":
         raise ConfigError("quantization='gguf' computes with a GGUF file's own bits; load_format='dummy' has no file")
     network = make_network(config, context)
-    load_weights(network, dummy_weights(network, context.dtype, seed))
+    if network.load_itself(seed):
+        return network
+    shapes = network.tensor_shapes() if context.quantization == "mxfp4" else {}
+    # The matrices that checkpoints have in that form.
+    experts = {name: shape for name, shape in shapes.items() if ".experts." in name and len(shape) == 2}
+    # The second iterator takes the tensors that are not loaded when it begins.
+    load_weights(network, chain(_random_mxfp4(experts, seed), dummy_weights(network, context.dtype, seed)))
     return network
+
+
+def _random_mxfp4(shapes: Shapes, seed: int) -> Iterator[tuple[str, GGUFRows]]:
+    """Random codes, whose mean square is 8.56, with the scale that gives about the variance 1 / columns."""
+    for name, (rows, columns) in shapes.items():
+        generator = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
+        blocks = generator.integers(0, 256, (rows, columns // 32, 17), np.uint8)
+        blocks[..., 0] = 127 - round(math.log2(8.56 * columns) / 2)
+        yield name, GGUFRows("MXFP4", blocks.reshape(rows, -1), columns, 32)
 
 
 def dummy_weights(network: Layer, dtype: DType, seed: int = 0) -> Iterator[tuple[str, np.ndarray]]:
     """A random (name, tensor) of ``dtype`` for each tensor that ``network`` expects.
 
     A matrix is uniform around 0 with variance 1 / inputs, which preserves the magnitude of activations: they stay
-    finite, and logits are about normal, as in a trained network. Norms are 1, biases 0. Each tensor depends only on
-    ``seed``, its name and its shape.
+    finite, and logits are about normal, as in a trained network. Norms and single numbers are 1, biases 0. Each tensor
+    depends only on ``seed``, its name and its shape.
     """
     expected = [(name, layer.expected[shard]) for name, layer, shard in network.tensors()]
     for name, shape in expected:
-        if len(shape) == 1:
+        if len(shape) <= 1:
             yield name, np.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype.numpy)
             continue
         generator = np.random.default_rng(zlib.crc32(f"{seed} {name}".encode()))
@@ -191,19 +241,20 @@ def load_weights(network: Layer, tensors: Pairs, other_stages: Container[str] = 
 def tensor_problem(name: str, tensor: Tensor, shapes: Shapes, seen: Container[str]) -> str | None:
     """The reason why a tensor cannot be loaded, or None; ``seen`` are the names of earlier tensors."""
     if name not in shapes:
-        return "belongs to no layer of this network; is config.json of this checkpoint?"
+        return "belongs to no layer of this network"
     if name in seen:
         return "occurs twice"
     if isinstance(tensor, np.ndarray) and tensor.dtype.name not in _FLOATS:
-        return f"is of type {tensor.dtype}; expected float32, bfloat16 or float16"
+        metadata: Mapping[Any, Any] = tensor.dtype.metadata or {}
+        return f"is of type {metadata.get('name', tensor.dtype)}; expected float32, bfloat16 or float16"
     if tuple(tensor.shape) != shapes[name]:
         return f"does not fit: its shape is {list(tensor.shape)}, expected {list(shapes[name])}"
     return None
 
 
-def missing_tensors(names: Sequence[str]) -> WeightError:
+def missing_tensors(names: Sequence[str], hint: str = "") -> WeightError:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return WeightError(f"the checkpoint lacks the tensors {', '.join(names[:3])}{more}")
+    return WeightError(f"the checkpoint lacks the tensors {', '.join(names[:3])}{more}{hint}")
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
@@ -244,17 +295,40 @@ def _stored(file: Path, expected: set[str]) -> dict[str, Stored]:
 
 def read_header(file: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file in the order of their data; SafetensorError if it is damaged."""
-    with safe_open(file, framework="np"):  # checks that sizes and offsets fit each other and the file
-        pass
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
-    header.pop("__metadata__", None)
+    try:
+        with safe_open(file, framework="np"):  # checks that sizes and offsets fit each other and the file
+            pass
+    except SafetensorError:
+        _refuse_unknown_types(file)
+        raise
+    header, length = _header(file)
     stored = {
         name: Stored(entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
     }
     return dict(sorted(stored.items(), key=lambda item: item[1].offset))
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """The entries of a safetensors file by name, and the bytes of the header after its length."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(min(length, _MAX_HEADER)))
+    header.pop("__metadata__", None)
+    return header, length
+
+
+def _refuse_unknown_types(file: Path) -> None:
+    """Names the first tensor whose type safetensors does not know, if that is what is wrong with a file."""
+    unknown: list[tuple[str, str]] = []
+    with contextlib.suppress(ValueError, AttributeError, TypeError, RecursionError):  # another damage
+        types = [(name, entry.get("dtype")) for name, entry in _header(file)[0].items()]
+        known = {*DTYPES, *_OTHER_TYPES}
+        unknown = [(name, dtype) for name, dtype in types if isinstance(dtype, str) and dtype not in known]
+    if unknown:
+        name, dtype = unknown[0]
+        supported = ", ".join(DTYPES)
+        raise WeightError(f"tensor {name!r} is of type {dtype}, which is unknown; supported: {supported}", file=file)
 
 
 @contextmanager
@@ -330,6 +404,12 @@ def _indexed_files(folder: Path) -> dict[Path, set[str]]:
 # The language-model head of a checkpoint, where its config.json says something else
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+#: The usual names of the head in files.
+_HEADS = re.compile(r"(^|\.)(lm_head|embed_out)\.")
+#: What the names of a quantised matrix's bits end in.
+_PACKED = (".qweight", ".weight_packed")
+#: First parts of the names in a language model's checkpoint, which a base model's lack.
+_PREFIXES = ("gpt_neox", "language_model", "model", "transformer")
 
 
 def with_stored_head(config: ModelConfig, folder: Path) -> tuple[ModelConfig, list[CheckpointEntry]]:
@@ -338,57 +418,98 @@ def with_stored_head(config: ModelConfig, folder: Path) -> tuple[ModelConfig, li
     As in transformers 5 with ``tie_word_embeddings`` true: a head in the file that differs from the embedding is kept,
     one with the same values is shared, and one without an embedding beside it serves as both.
     """
-    if not config.tie_word_embeddings or config.head != "lm":
+    if not config.tie_word_embeddings or config.head != "lm" or config.model_impl != "octavo":
         return config, []
     headers = read_headers(folder)
     head, embedding = _stored_names(config, headers)
     if head is None:
+        if any(name.endswith(_PACKED) and "lm_head." in name for name in headers):
+            return replace(config, tie_word_embeddings=False), []
         # A base model has no bias of the head either; that of a language model that is made of it is zero.
         is_base = config.encoder_facts is None and not any("lm_head." in name for name in headers)
         return config, [ZerosFor(r"^lm_head\.bias$")] if is_base else []
     if embedding is None:
         return config, [Rename(rf"^{re.escape(head)}$", _EMBEDDING)]
-    if headers[head].shape != headers[embedding].shape or _are_equal(folder, head, embedding):
+    if headers[head].shape == headers[embedding].shape and _are_equal(folder, head, embedding):
         return config, []
     return replace(config, tie_word_embeddings=False), []
 
 
 def read_config(folder: Path, options: ModelOptions) -> ModelConfig:
-    """The configuration of the model in ``folder``, without a head where its weights have none."""
-    config = read_model_config(folder, options.hf_overrides)
-    has_files = options.load_format != "dummy" and gguf_source(options.model) is None
-    return without_missing_head(config, folder) if has_files else config
+    """The configuration of the model in ``folder``, with the head that its weights have.
 
-
-def without_missing_head(config: ModelConfig, folder: Path) -> ModelConfig:
-    """The configuration of a decoder, without a head if its files have none though it is neither tied nor optional.
-
-    So is a base model under the name of its language model, such as one that was trained for vectors.
+    Raises:
+        WeightError: the weights lack the head of a language model.
     """
-    if config.tie_word_embeddings or config.head != "lm" or config.encoder_facts is not None:
+    gguf = gguf_source(options.model, options.revision)
+    if options.model_impl == "transformers" and gguf is not None:
+        raise ConfigError(f"model_impl='transformers' reads folders with safetensors; {gguf} is a GGUF file")
+    config = read_model_config(folder, options.hf_overrides, options.model_impl, options.trust_remote_code)
+    if config.model_impl != "octavo" or config.head != "lm" or options.load_format == "dummy" or gguf is not None:
         return config
     try:
         headers = read_headers(folder)
     except WeightError:  # no weights, or none that can be read: loading them says why
         return config
-    quantized = any("lm_head." in name for name in headers)
-    return config if quantized or _stored_names(config, headers)[0] is not None else replace(config, head="none")
+    if not config.tie_word_embeddings:
+        return _without_missing_head(config, folder, headers, options.task)
+    if not any(map(_HEADS.search, headers)):
+        return config
+    stored, _ = with_stored_head(config, folder)
+    if not stored.tie_word_embeddings:
+        _warn_once(
+            f"{folder}: the checkpoint has a language-model head (lm_head) that differs from the embedding; it is "
+            "used, although config.json has tie_word_embeddings=true"
+        )
+    return stored
+
+
+def _without_missing_head(config: ModelConfig, folder: Path, headers: Mapping[str, Stored], task: str) -> ModelConfig:
+    """The configuration of a decoder, without a head if its files have none and are to make vectors.
+
+    So is a base model under the name of its language model, such as Qwen3-Embedding-8B.
+    """
+    if config.encoder_facts is not None or any(map(_HEADS.search, headers)):
+        return config
+    if _stored_names(config, headers)[0] is not None:
+        return config
+    is_base = not any(name.partition(".")[0] in _PREFIXES for name in headers)
+    if task in ("generate", "score") or (task == "auto" and not is_base and not config.pooler.is_from_files):
+        raise WeightError(
+            "the checkpoint lacks the language-model head 'lm_head.weight', and config.json has "
+            "tie_word_embeddings=false, so that the embedding does not take its place; without a head a model makes "
+            "vectors (task='embed')",
+            file=folder,
+        )
+    return replace(config, head="none")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def _stored_names(config: ModelConfig, headers: Mapping[str, Stored]) -> tuple[str | None, str | None]:
     """The checkpoint's names of the head's and the embedding's matrix, or None."""
     network = build_without_weights(replace(config, tie_word_embeddings=False), "float32")
-    shapes, names = network.tensor_shapes(), dict[str, str]()
-    for stored in headers:
+    names = dict[str, str]()
+    for stored, name in _renamed(headers, network.entries(), network.tensor_shapes()):
+        if name in (_HEAD, _EMBEDDING):
+            names.setdefault(name, stored)
+    return names.get(_HEAD), names.get(_EMBEDDING)
+
+
+def _renamed(names: Iterable[str], entries: Sequence[CheckpointEntry], shapes: Shapes) -> Iterator[tuple[str, str]]:
+    """(name in the file, name after the renaming of the entries) of the tensors that are not dropped."""
+    for stored in names:
         name = stored
-        for entry in network.entries():
+        for entry in entries:
             if isinstance(entry, Rename):
                 name = entry.renamed(name)
             elif isinstance(entry, Drop) and name not in shapes and re.search(entry.pattern, name):
                 break
-        if name in (_HEAD, _EMBEDDING):
-            names.setdefault(name, stored)
-    return names.get(_HEAD), names.get(_EMBEDDING)
+        else:
+            yield stored, name
 
 
 def _are_equal(folder: Path, *names: str) -> bool:
@@ -420,17 +541,45 @@ class CheckReport:
 
 
 def refuse_misfits(folder: Path, config: ModelConfig, entries: Sequence[CheckpointEntry], shapes: Shapes) -> None:
-    """Compares the headers of a checkpoint with the ``shapes`` of the whole network; ``config`` serves hints."""
-    missing = []
-    for problem in _header_problems(read_headers(folder), config, entries, shapes):
-        if problem.tensor is not None and problem.problem == _MISSING:
+    """Compares the headers of a checkpoint with the ``shapes`` of the whole network.
+
+    Raises:
+        WeightError: tensors are missing, unexpected, repeated, misshapen or of a type that is not read. The message
+            names the tensor, and the fields of config.json that it contradicts.
+    """
+    missing, hint = [], ""
+    for problem in _header_problems(folder, read_headers(folder), config, entries, shapes):
+        if problem.tensor is not None and problem.problem.startswith(_MISSING):
             missing.append(problem.tensor)
+            hint = problem.problem.removeprefix(_MISSING)
         else:
             raise WeightError(
                 problem.problem if problem.tensor is None else f"tensor {problem.tensor!r} {problem.problem}"
             )
     if missing:
-        raise missing_tensors(missing)
+        raise missing_tensors(missing, hint)
+
+
+def check_headers(folder: Path, config: ModelConfig, gguf: Path | None = None) -> None:
+    """Compares the headers of the weights in ``folder``, or in ``gguf``, with the network; reads no weights but a head.
+
+    Raises:
+        WeightError, UnsupportedModelError: a tensor is missing, unexpected, repeated or of a wrong shape.
+    """
+    before: list[CheckpointEntry] = []
+    if gguf is None:
+        config, before = with_stored_head(config, folder)
+    network = build_without_weights(config, "float32")
+    shapes = network.tensor_shapes()
+    if gguf is not None:
+        from octavo.loader.gguf_file import GGUFCheckpoint
+
+        GGUFCheckpoint(gguf, config, shapes)
+        return
+    entries: Sequence[CheckpointEntry] = [*before, *network.entries()]
+    if config.quantization is not None:
+        entries = with_unpacking(entries, config.quantization, read_headers(folder), shapes, DType.FLOAT32)
+    refuse_misfits(folder, config, entries, shapes)
 
 
 def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> CheckReport:
@@ -451,7 +600,8 @@ def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> 
             entries: Sequence[CheckpointEntry] = [*before, *network.entries()]
             if config.quantization is not None:
                 entries = with_unpacking(entries, config.quantization, stored, shapes, DType.FLOAT32)
-            problems += _header_problems(stored, config, entries, shapes)
+            if config.model_impl == "octavo":  # the names that transformers expects are its own
+                problems += _header_problems(folder, stored, config, entries, shapes)
             pairs: Iterator[tuple[str, np.ndarray]] = read_safetensors(folder)
         else:
             from octavo.loader.gguf_file import GGUFCheckpoint
@@ -475,42 +625,74 @@ _MISSING = "is missing"
 
 
 def _header_problems(
-    stored: Mapping[str, Stored], config: ModelConfig, entries: Sequence[CheckpointEntry], shapes: Shapes
+    folder: Path,
+    stored: Mapping[str, Stored],
+    config: ModelConfig,
+    entries: Sequence[CheckpointEntry],
+    shapes: Shapes,
 ) -> Iterator[Problem]:
     """Passes tensors without values through the checkpoint map and compares the results with the network."""
-    pairs: Pairs = (
-        (name, without_values(entry.shape, DTYPES.get(entry.dtype, np.bool_))) for name, entry in stored.items()
-    )
+    pairs: Pairs = ((name, _header_of(entry)) for name, entry in stored.items())
     for entry in entries:
         pairs = entry.apply(pairs, shapes)
     seen: set[str] = set()
+    hints: _Hints | None = None  # most checkpoints need none
     try:
         for name, tensor in pairs:
             if problem := tensor_problem(name, tensor, shapes, seen):
-                yield Problem(name, problem + _hint(tuple(tensor.shape), shapes.get(name), config))
+                hints = hints or _Hints(folder, stored, config, entries, shapes)
+                yield Problem(hints.stored_names.get(name, name), problem + hints.of(name, tensor))
             seen.add(name)
     except WeightError as e:  # an entry cannot split or join a tensor
-        yield Problem(None, str(e))
+        hints = hints or _Hints(folder, stored, config, entries, shapes)
+        yield Problem(None, str(e) + hints.of_entry(e))
         return
     for name in shapes:
         if name not in seen:
-            yield Problem(name, _MISSING)
+            hints = hints or _Hints(folder, stored, config, entries, shapes)
+            yield Problem(name, f"{_MISSING}: {hints.layers}" if hints.layers and _LAYER.search(name) else _MISSING)
 
 
-def _hint(shape: tuple[int, ...], expected: tuple[int, ...] | None, config: ModelConfig) -> str:
-    """The value of config.json that a tensor of another shape contradicts, if it is the only candidate."""
-    if expected is None or len(shape) != len(expected):
-        return ""
-    meanings = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads * head_dim": config.num_heads * config.head_dim,
-        "num_key_value_heads * head_dim": config.num_kv_heads * config.head_dim,
-    }
-    wrong = [ours for ours, theirs in zip(expected, shape, strict=True) if ours != theirs]
-    names = [name for name, value in meanings.items() if wrong and value == wrong[0]]
-    return f": config.json has {names[0]} = {wrong[0]}" if len(names) == 1 else ""
+class _Hints:
+    """What config.json says of the tensors of a checkpoint that do not fit."""
+
+    def __init__(
+        self,
+        folder: Path,
+        stored: Mapping[str, Stored],
+        config: ModelConfig,
+        entries: Sequence[CheckpointEntry],
+        shapes: Shapes,
+    ) -> None:
+        file = folder / "config.json"
+        self._fields = Fields.of_json(config, read_json(file) if file.is_file() else {})
+        self._architecture, self._shapes = config.architecture, shapes
+        #: The file's names by those of the network.
+        self.stored_names = {name: original for original, name in _renamed(stored, entries, shapes)}
+        self.layers = self._fields.layers(self.stored_names, shapes)
+
+    def of_entry(self, error: WeightError) -> str:
+        """For a tensor that cannot be split or joined."""
+        if self.layers:
+            return f": {self.layers}"
+        return self._fields.explain_rows(error.parts) if isinstance(error, SplitError) else ""
+
+    def of(self, name: str, tensor: Tensor) -> str:
+        if name in self._shapes:
+            return self._fields.explain(name, tuple(tensor.shape), self._shapes[name])
+        if self.layers and _LAYER.search(name):
+            return f": {self.layers}"
+        return f", which config.json says is {self._architecture} (architectures)"
+
+
+_LAYER = re.compile(r"\blayers\.\d+\.")
+
+
+def _header_of(stored: Stored) -> np.ndarray:
+    """A stand-in for a tensor; its type remembers the name of one that is not read."""
+    if stored.dtype in DTYPES:
+        return without_values(stored.shape, DTYPES[stored.dtype])
+    return without_values(stored.shape, np.dtype(np.bool_, metadata={"name": stored.dtype}))
 
 
 class DenseWeights(NamedTuple):

@@ -9,7 +9,7 @@ from octavo.core.model_config import RopeConfig
 from octavo.kernels.interface import AttentionSpec
 from octavo.layers.attention import Attention, RelativeBias
 from octavo.layers.layer import LayerContext, LayerNorm
-from octavo.models.checkpoint import CheckpointEntry, Drop, Rename, Split
+from octavo.models.checkpoint import CheckpointEntry, Drop, Rename, Split, ZerosFor
 from octavo.models.config_files import ConfigReader, read_activation
 from octavo.models.encoder import Encoder, EncoderConfig, EncoderPreNormLayer, encoder_fields
 
@@ -207,6 +207,64 @@ class NomicBertModel(Encoder):
             dense_activation="tanh",
             **encoder_fields(reader, bias=False),
         )
+
+
+class JinaEmbeddingsV3Model(Encoder):
+    """The network of jina-embeddings-v3 (arXiv 2409.10173): XLM-R with rotary instead of learned positions.
+
+    The LoRA adapters of its tasks are checkpoints of their own.
+    """
+
+    checkpoint_map: tuple[CheckpointEntry, ...] = (
+        Rename(r"^(roberta|gte|new)\.", ""),
+        Rename(r"^emb_ln\.", "embeddings.LayerNorm."),
+        Rename(r"^(encoder\.)?layers?\.", "model.layers."),
+        Rename(r"\.mixer\.Wqkv\.|\.attention\.qkv_proj\.", ".self_attn.Wqkv."),
+        Split("Wqkv", ("q_proj", "k_proj", "v_proj")),
+        Rename(r"\.mixer\.out_proj\.|\.attention\.o_proj\.", ".self_attn.o_proj."),
+        Rename(r"\.(norm1|attn_ln|post_attention_layernorm)\.", ".attention_norm."),
+        Rename(r"\.(norm2|mlp_ln|post_mlp_layernorm)\.", ".mlp_norm."),
+        *BERT_NAMES,
+    )
+    #: ``rope_theta`` where config.json has none.
+    rope_theta = 20_000.0
+    gated_mlp = False
+
+    def make_attention(self, index: int, context: LayerContext) -> Attention:
+        config = self.config
+        spec = AttentionSpec(config.head_dim**-0.5, causal=False)
+        return Attention(config, context, spec, self.rotary_table(config, context))
+
+    @classmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> EncoderConfig:
+        longest = reader.positive("max_position_embeddings")
+        reader.only("rope_scaling", None)
+        rope = ConfigReader(reader.table("rope_parameters"), reader.file)
+        theta = rope.number("rope_theta", reader.number("rope_theta", cls.rope_theta))
+        return EncoderConfig(
+            architecture=architecture,
+            max_position=longest,
+            type_rows=0 if reader.raw.get("type_vocab_size") == 0 else reader.positive("type_vocab_size", 1),
+            intermediate_size=reader.positive("intermediate_size"),
+            layer_norm_eps=reader.number("layer_norm_eps", 1e-5),
+            activation=read_activation(reader, "hidden_act", "gelu"),
+            gated_mlp=cls.gated_mlp,
+            rope=RopeConfig(theta=theta, scaling={"max_position_embeddings": longest}),
+            dense_activation="tanh",
+            **encoder_fields(reader),
+        )
+
+
+class GteModel(JinaEmbeddingsV3Model):
+    """GTE (mGTE, arXiv 2407.19669): as jina-embeddings-v3, with gated MLPs whose biases are those of the output."""
+
+    checkpoint_map = (
+        *JinaEmbeddingsV3Model.checkpoint_map,
+        Split("up_gate_proj", ("up_proj", "gate_proj")),
+        ZerosFor(r"\.mlp\.(gate|up)_proj\.bias$"),
+    )
+    rope_theta = 160_000.0
+    gated_mlp = True
 
 
 @dataclass(frozen=True)

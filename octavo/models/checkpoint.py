@@ -7,9 +7,10 @@ an entry does not match pass unchanged. Checkpoints that use the names of the la
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,15 @@ Tensor = np.ndarray | QuantizedRows
 Pairs = Iterable[tuple[str, Tensor]]
 #: Names of the tensors that the whole network expects, with their shapes.
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class SplitError(WeightError):
+    """A tensor of the checkpoint has other rows than its parts in the network together."""
+
+    def __init__(self, problem: str = "", *, file: str | Path | None = None, parts: Sequence[str] = ()) -> None:
+        """``parts``: the network's names of the parts."""
+        super().__init__(problem, file=file)
+        self.parts = parts
 
 
 class CheckpointEntry(Protocol):
@@ -75,7 +85,9 @@ class Split:
                 raise WeightError(f"tensor {name!r} holds {unknown[0]!r}, which belongs to no layer of this network")
             counts = [shapes[part][0] for part in names]
             if tensor.shape[0] != sum(counts):
-                raise WeightError(f"tensor {name!r} has {tensor.shape[0]} rows, expected {sum(counts)}")
+                parts = " + ".join(f"{count} ({part})" for part, count in zip(self.parts, counts, strict=True))
+                problem = f"tensor {name!r} has {tensor.shape[0]} rows, expected {sum(counts)} = {parts}"
+                raise SplitError(problem, parts=names)
             start = 0
             for part, count in zip(names, counts, strict=True):
                 rows = slice(start, start + count)
@@ -88,11 +100,12 @@ class Unstack:
     """Splits a tensor [experts, rows, columns] by experts, and each of them by rows into equal parts.
 
     ``Unstack("gate_up_proj", ("gate_proj", "up_proj"))`` makes ``experts.0.gate_proj.weight`` and so on of
-    ``experts.gate_up_proj``.
+    ``experts.gate_up_proj``. ``transposed``: the tensor is [experts, columns, rows].
     """
 
     whole: str
     parts: tuple[str, ...]
+    transposed: bool = False
 
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
@@ -100,6 +113,8 @@ class Unstack:
             if not matches or not isinstance(tensor, np.ndarray) or tensor.ndim != 3:
                 yield name, tensor
                 continue
+            if self.transposed:
+                tensor = tensor.transpose(0, 2, 1)
             if tensor.shape[1] % len(self.parts):
                 raise WeightError(f"tensor {name!r} has {tensor.shape[1]} rows, no multiple of {len(self.parts)}")
             for index, expert in enumerate(tensor):
@@ -111,11 +126,13 @@ class Unstack:
 class Join:
     """Concatenates the rows of several tensors of the checkpoint, in the order of ``parts``.
 
-    ``parts`` and ``whole`` are components of dotted names. Parts are kept in memory until the last one is read.
+    ``parts`` and ``whole`` are components of dotted names. Parts are kept in memory until the last one is read. With
+    ``stack`` each part becomes a row.
     """
 
     parts: tuple[str, ...]
     whole: str
+    stack: bool = False
 
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         waiting: dict[str, dict[str, np.ndarray]] = {}
@@ -131,7 +148,8 @@ class Join:
             held = waiting.setdefault(whole, {})
             if part in held:
                 raise WeightError(f"tensor {name!r} occurs twice")
-            held[part] = to_values(tensor)
+            values = to_values(tensor)
+            held[part] = values[None] if self.stack else values
             if len({values.shape[1:] for values in held.values()}) > 1:
                 raise WeightError(
                     f"tensor {name!r} of shape {list(tensor.shape)} has other columns than the other parts of tensor "

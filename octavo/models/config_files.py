@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from octavo.core.files import JsonValues, read_object
 from octavo.core.model_config import ROPE_TYPES, CheckpointQuantization, ModelConfig, QuantizationScheme, RopeConfig
+from octavo.core.plugins import how_to_install
 from octavo.core.sampling_params import MODEL_DEFAULTS, DefaultMaxTokens, SamplingParams
 from octavo.models.pooling_files import read_pooler
 from octavo.models.registry import (
@@ -27,24 +29,46 @@ if TYPE_CHECKING:
 
 
 _GENERATION_FILE = "generation_config.json"
+#: With the packages of models that transformers computes.
+_EXTRA = "transformers"
 #: Fields of ``SamplingParams`` that generation_config.json may set, by their names there.
 _SAMPLING_FIELDS = {name: name for name in MODEL_DEFAULTS if name != "max_tokens"} | {"max_new_tokens": "max_tokens"}
 #: Values of the option ``generation_config`` that read no file.
 _NO_FILE = ("none", "vllm")
 
 
-def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+def read_model_config(
+    folder: Path,
+    overrides: Mapping[str, Any] | None = None,
+    model_impl: str = "auto",
+    trust_remote_code: bool = False,
+) -> ModelConfig:
     """The model configuration of ``folder``/config.json, with the special token ids of generation_config.json.
 
-    Values of ``overrides`` take the place of those of config.json; objects are merged.
+    Values of ``overrides`` take the place of those of config.json; objects are merged. ``model_impl`` and
+    ``trust_remote_code`` are the engine's options.
     """
     raw = _merged(read_json(folder / "config.json"), overrides or {})
+    _refuse_nan(raw, folder / "config.json")
     generation_file = folder / _GENERATION_FILE
     generation = read_json(generation_file) if generation_file.exists() else {}
+    if (why := why_transformers(raw, model_impl)) is not None:
+        transformers_model = importlib.import_module("octavo.models.transformers_model")
+        replaced = {name: raw[name] for name in overrides or {}}
+        try:
+            config: ModelConfig = transformers_model.read_transformers_config(
+                folder, replaced, generation, trust_remote_code
+            )
+            return config
+        except UnsupportedModelError as e:
+            raise UnsupportedModelError("; ".join(filter(None, (why, str(e))))) from None
     architecture = _architecture(raw)
     reader = ConfigReader(raw, folder / "config.json", generation)
     base = find_base(architecture)
     config = network_class(architecture).read_config(base or architecture, reader)
+    if is_bidirectional(reader) and not config.is_encoder and config.encoder_facts is None:
+        name = "is_causal=false" if raw.get("is_causal") is False else "use_bidirectional_attention=true"
+        raise UnsupportedModelError(f"{reader.file}: {name} is not supported for {architecture}")
     if base != architecture or config.is_encoder:
         config = with_head(config, architecture, reader)
     config = replace(config, pooler=read_pooler(folder, config, reader))
@@ -66,9 +90,63 @@ def _merged(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-def check_architecture(folder: Path) -> None:
-    """Refuses a model without a network here, by its config.json alone and without importing torch."""
-    _architecture(read_json(folder / "config.json"))
+def check_architecture(folder: Path, model_impl: str = "auto") -> None:
+    """Refuses a model without a network here or in transformers, by its config.json and without importing torch."""
+    raw = read_json(folder / "config.json")
+    if why_transformers(raw, model_impl) is None:
+        _architecture(raw)
+
+
+def why_transformers(raw: dict[str, Any], model_impl: str) -> str | None:
+    """Why transformers' code is to compute a model; empty: the option says so; None: a network here does.
+
+    Raises:
+        ConfigError: the option says so, and a package is missing.
+        UnsupportedModelError: there is no network here, and a package is missing.
+    """
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if model_impl == "transformers":
+        if missing:
+            raise ConfigError(f"model_impl='transformers' needs {' and '.join(missing)}: {how_to_install(_EXTRA)}")
+        return ""
+    try:
+        _architecture(raw)
+    except UnsupportedModelError as e:
+        if model_impl == "octavo":
+            raise
+        if missing:
+            raise UnsupportedModelError(
+                f"{e}. Its code in transformers may run here with {' and '.join(missing)}: {how_to_install(_EXTRA)}"
+            ) from None
+        if not _is_in_transformers(raw):
+            raise UnsupportedModelError(f"{e}; nor does the installed transformers have it") from None
+        return str(e)
+    return None
+
+
+def _refuse_nan(value: Any, file: Path, path: str = "") -> None:
+    if isinstance(value, Mapping):
+        for name, inside in value.items():
+            _refuse_nan(inside, file, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list):
+        for index, inside in enumerate(value):
+            _refuse_nan(inside, file, f"{path}[{index}]")
+    elif value != value:
+        raise ConfigError(f"{path} must be a number, not NaN", file=file)
+
+
+def _is_in_transformers(raw: dict[str, Any]) -> bool:
+    """Whether transformers' table of language models names the architecture, or the model has code of its own.
+
+    The table's source is read: importing it takes seconds.
+    """
+    if raw.get("auto_map"):
+        return True
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    table = Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py"
+    names = raw.get("architectures") or [raw.get("model_type")]
+    return not table.is_file() or f'"{names[0]}"' in table.read_text(encoding="utf-8")
 
 
 def _architecture(raw: dict[str, Any]) -> str:
@@ -80,6 +158,11 @@ def _architecture(raw: dict[str, Any]) -> str:
             return str(name)
     if isinstance(named, list) and named:
         raise unsupported("model architecture", str(named[0]), supported)
+    if raw.get("model_type") is None:
+        raise ConfigError(
+            'config.json names no network: it has neither architectures, such as ["LlamaForCausalLM"], nor '
+            'model_type, such as "llama"; hf_overrides can add one'
+        )
     raise unsupported("model type", str(raw.get("model_type")), supported)
 
 
@@ -116,10 +199,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
+#: Far more layers than any network has.
+_MAX_LAYERS = 1 << 16
 #: Names of activations in config.json; several approximate gelu by the same tanh.
 _ACTIVATIONS: dict[str, Activation] = {
     **{"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"},
-    **{"quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu", "swish": "silu"},
+    **{"quick_gelu": "quick_gelu", "relu": "relu", "relu2": "relu2", "silu": "silu", "swish": "silu"},
 }
 
 
@@ -177,7 +262,12 @@ def shape_fields(reader: ConfigReader, head_dim: int | None = None) -> dict[str,
     Without one in config.json, the size is ``head_dim``, by default hidden_size / num_attention_heads.
     """
     fields = _common_shape(reader, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    head_dim = reader.positive("head_dim", head_dim or fields["hidden_size"] // fields["num_heads"] or 1)
+    size, count = fields["hidden_size"], fields["num_heads"]
+    if reader.get("head_dim", head_dim) is None and size % count:
+        raise ConfigError(
+            f"{reader.file}: hidden_size ({size}) must be a multiple of num_attention_heads ({count}) without head_dim"
+        )
+    head_dim = reader.positive("head_dim", head_dim or size // count or 1)
     if head_dim % 2:
         raise ConfigError(f"head_dim must be even, not {head_dim}: rotary positions turn pairs of dimensions")
     return {"intermediate_size": reader.positive("intermediate_size"), "head_dim": head_dim, **fields}
@@ -215,6 +305,8 @@ def _common_shape(reader: ConfigReader, hidden: str, layers: str, heads: str, kv
     if count % kv_count:
         raise ConfigError(f"{reader.file}: {heads} ({count}) must be a multiple of {kv_heads} ({kv_count})")
     shape = {"hidden_size": reader.positive(hidden), "num_layers": reader.positive(layers)}
+    if shape["num_layers"] > _MAX_LAYERS:
+        raise ConfigError(f"{reader.file}: {layers} must be at most {_MAX_LAYERS}, not {shape['num_layers']}")
     return shape | {"num_heads": count, "num_kv_heads": kv_count, **common_fields(reader)}
 
 
@@ -261,6 +353,11 @@ def rotary_fields(reader: ConfigReader, head_dim: int) -> dict[str, Any]:
             "dimensions of a head: the number must be even"
         )
     return {"rope": rope, "max_position": longest_context(rope)}
+
+
+def is_bidirectional(reader: ConfigReader) -> bool:
+    """Whether a decoder attends to later tokens, too, as config.json of some embedding models says."""
+    return reader.raw.get("is_causal") is False or reader.raw.get("use_bidirectional_attention") is True
 
 
 def read_windows(reader: ConfigReader, layers: int, window: int) -> tuple[int | None, ...] | None:
@@ -375,8 +472,12 @@ def _fp8(reader: ConfigReader) -> CheckpointQuantization:
     return CheckpointQuantization("fp8", (QuantizationScheme("fp8", block=block),))
 
 
+def _mxfp4(_: ConfigReader) -> CheckpointQuantization:
+    return CheckpointQuantization("mxfp4", (QuantizationScheme("mxfp4", 32),))
+
+
 _METHODS: dict[Any, Callable[[ConfigReader], CheckpointQuantization]] = {
-    **{"awq": _awq, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq}
+    **{"awq": _awq, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "gptq": _gptq, "mxfp4": _mxfp4}
 }
 
 

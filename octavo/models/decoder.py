@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
+from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Array, LayerCache
 from octavo.layers.attention import Attention, LatentAttention
 from octavo.layers.layer import Layer, LayerContext, LayerNorm, RMSNorm
-from octavo.layers.mlp import MLP, GatedMLP, SparseMoE
+from octavo.layers.mlp import MLP, GatedMLP, SparseMoE, XieluMLP
 from octavo.layers.vocabulary import ClassificationHead, ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.network import Network, ResidualReader, Tower, tower_context
+
+FeedForward = MLP | GatedMLP | XieluMLP | SparseMoE
 
 
 class DecoderLayer(Layer, ABC):
@@ -37,9 +41,7 @@ class PreNormLayer(DecoderLayer):
     #: Names of the norms of attention and of the feed-forward network.
     norm_names: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
 
-    def __init__(
-        self, attention: Attention | LatentAttention, mlp: MLP | GatedMLP | SparseMoE, norms: Sequence[Any]
-    ) -> None:
+    def __init__(self, attention: Attention | LatentAttention, mlp: FeedForward, norms: Sequence[Any]) -> None:
         """``norms``: of attention, None if its input is normalised; and of the feed-forward network, by default the
         same.
         """
@@ -53,6 +55,44 @@ class PreNormLayer(DecoderLayer):
         x = residual if self.attention_norm is None else self.attention_norm(residual)
         residual = self.attention.add_to(residual, x, cache, batch)
         return self.mlp.add_to(residual, self.mlp_norm(residual))
+
+
+class SandwichNormLayer(DecoderLayer):
+    """x + norm(attention(norm(x))), and then x + norm(mlp(norm(x))) of the sum; without ``before``, no inner norms."""
+
+    attention: Attention
+
+    #: Names of the norms in Gemma's checkpoints, in the order of their use.
+    norm_names: ClassVar[tuple[str, str, str, str]] = (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    )
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: GatedMLP | SparseMoE,
+        before: Sequence[RMSNorm] | None,
+        after: Sequence[RMSNorm],
+    ) -> None:
+        """``before`` and ``after``: norms of the inputs and of the results of attention and MLP."""
+        super().__init__()
+        names = self.norm_names
+        self.attention_norm = self.mlp_norm = None
+        if before is not None:
+            self.attention_norm = self.attach(names[0], before[0])
+        self.attention = self.attach("self_attn", attention)
+        self.attention_post_norm = self.attach(names[1], after[0])
+        if before is not None:
+            self.mlp_norm = self.attach(names[2], before[1])
+        self.mlp = self.attach("mlp", mlp)
+        self.mlp_post_norm = self.attach(names[3], after[1])
+
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        x = residual if self.attention_norm is None else self.attention_norm(residual)
+        residual = self.attention_post_norm.add_to(residual, self.attention(x, cache, batch))
+        x = residual if self.mlp_norm is None else self.mlp_norm(residual)
+        return self.mlp_post_norm.add_to(residual, self.mlp(x))
 
 
 class PostNormLayer(PreNormLayer):
@@ -69,10 +109,23 @@ def make_feed_forward(config: Any, context: LayerContext) -> MLP | GatedMLP:
     return kind(context, config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
 
 
-class Decoder(Network):
-    """One rank's share of a decoder and its language-model head."""
+def refuse_stages(config: ModelConfig, context: LayerContext) -> None:
+    """Refuses pipeline stages, for an encoder's layers: they share a workspace instead of a KV cache."""
+    if context.layers is not None and len(context.layers) != config.num_layers:
+        raise ConfigError(f"{config.architecture} has no pipeline stages: set pipeline_parallel_size=1")
 
-    head_map: tuple[CheckpointEntry, ...] = (Drop(r"^lm_head\."), Rename(r"^(score|classifier)\.", "score.out."))
+
+class Decoder(Network):
+    """One rank's share of a decoder and its language-model head.
+
+    With ``ModelConfig.is_encoder`` attention is bidirectional, as in embedding models that are made of decoders: a
+    family that can be one gives its layers an ``AttentionSpec`` that is not causal.
+    """
+
+    head_map: tuple[CheckpointEntry, ...] = (
+        Drop(r"^lm_head\."),
+        Rename(r"^(score|classifier)\.(?!out\.)", "score.out."),
+    )
     base_map: tuple[CheckpointEntry, ...] = (Rename(r"^(embed_tokens|layers|norm|final_layernorm)\.", r"model.\1."),)
     embed_positions: PositionEmbedding | None = None
     embed_norm: RMSNorm | LayerNorm | None = None
@@ -87,6 +140,9 @@ class Decoder(Network):
             self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, width))
         self.layers = [self.attach(f"model.layers.{i}", self.make_layer(i, config, context)) for i in stage]
         self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
+        if config.is_encoder:
+            refuse_stages(config, context)
+            self.workspace, self.kv_specs = replace(self.kv_specs[0], kind="full", window=None), []
         if self.is_first and (tower := self.make_tower(config, tower_context(context))) is not None:
             self.tower = self.attach("tower", tower)
         if self.is_last:
@@ -97,8 +153,7 @@ class Decoder(Network):
                 head = ParallelLMHead(context, vocab, width, self.embed_tokens if tied else None, bias=config.head_bias)
                 self.head = self.attach("lm_head", head)
             elif config.labels:
-                classes, bias = len(config.labels), config.head == "token"
-                self.classifier = self.attach("score", ClassificationHead(context, width, classes, out_bias=bias))
+                self.classifier = self.attach("score", self.make_classifier(config, context))
 
     @abstractmethod
     def make_layer(self, index: int, config: Any, context: LayerContext) -> DecoderLayer:
@@ -107,6 +162,11 @@ class Decoder(Network):
     @abstractmethod
     def make_final_norm(self, config: Any, context: LayerContext) -> RMSNorm | LayerNorm | None:
         """The norm after the last layer, if there is one."""
+
+    def make_classifier(self, config: Any, context: LayerContext) -> ClassificationHead:
+        """The head of class scores; ``config.head`` says of what."""
+        width, classes = self.embedding_size(config), len(config.labels)
+        return ClassificationHead(context, width, classes, out_bias=config.head == "token")
 
     def make_tower(self, config: Any, context: LayerContext) -> Tower | None:
         """The image tower, if there is one."""

@@ -1,43 +1,40 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, and mixtures of experts."""
+"""DeepSeek-V2 (arXiv 2405.04434), V3 (arXiv 2412.19437), V3.2 and relatives: latent attention, mixtures of experts."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
-from octavo.kernels.interface import Array, RoutingSpec
+from octavo.kernels.interface import RoutingSpec
 from octavo.layers.attention import LatentAttention, LatentShape
 from octavo.layers.layer import LayerContext
-from octavo.layers.mlp import GatedMLP, SparseMoE
 from octavo.models.checkpoint import Drop, Transform
 from octavo.models.config_files import ConfigReader, common_fields, longest_context, read_rope
-from octavo.models.llama import LlamaForCausalLM, LlamaLayer, make_mlp
+from octavo.models.llama import LlamaForCausalLM, LlamaLayer
+from octavo.models.mixtures import (
+    DEEPSEEK_V3,
+    Mixture,
+    MixtureConfig,
+    MixtureFamily,
+    count,
+    read_mixture,
+    without_prediction,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekConfig(ModelConfig):
+class DeepseekConfig(MixtureConfig):
     """``head_dim`` is the number of rotated dimensions of a head; the latent is the one KV head."""
 
     latent: LatentShape
     attention_scale: float
     #: Whether the checkpoint's rotary dimensions are neighbouring pairs.
     rope_interleave: bool
-    #: Layers for multi-token prediction, after the last one; not used.
-    prediction_layers: int
-    #: Routed experts of each layer but the first ``dense_layers``; 0: all layers are dense.
-    num_experts: int
-    dense_layers: int
-    routing: RoutingSpec
-    #: Whether each expert has a bias that takes part in the choice.
-    choice_bias: bool
-    shared_experts: int
-    expert_intermediate_size: int
 
     @property
     def attention_width(self) -> int:
@@ -46,20 +43,54 @@ class DeepseekConfig(ModelConfig):
         head = shape.nope + shape.rope + shape.cached + shape.kv_rank + shape.value
         return self.num_heads * head + (shape.q_rank or 0) + 2 * shape.cached
 
-    @property
-    def feed_forward_width(self) -> int:
-        chosen = self.routing.top_k * (self.hidden_size + 3 * self.expert_intermediate_size)
-        return 3 * max(self.intermediate_size, self.shared_experts * self.expert_intermediate_size) + chosen
+
+#: Values of transformers that config.json may leave out.
+_V3 = {"norm_topk_prob": True, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "num_experts_per_tok": 8}
+_V3 |= {"moe_intermediate_size": 2048}
+_V2 = {"norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "num_experts_per_tok": 6}
+_V2 |= {"moe_intermediate_size": 1407}
+#: V2 scores experts by a softmax, and a group by its best expert. V3 scores them by a sigmoid, chooses by score plus
+#: bias, compares groups by their best two, and divides the weights by their sum.
+_FAMILIES: dict[str, MixtureFamily] = {
+    "DeepseekV2ForCausalLM": replace(
+        DEEPSEEK_V3,
+        routing=RoutingSpec(1),
+        choice_bias=False,
+        defaults=_V2,
+        only={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
+    ),
+    "DeepseekV3ForCausalLM": replace(DEEPSEEK_V3, defaults=_V3, only={**DEEPSEEK_V3.only, "moe_layer_freq": 1}),
+    "DeepseekV32ForCausalLM": replace(DEEPSEEK_V3, defaults={**_V3, "first_k_dense_replace": 3, "index_topk": 2048}),
+    "GlmMoeDsaForCausalLM": replace(
+        DEEPSEEK_V3,
+        defaults={
+            **{**_V3, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 3, "index_topk": 2048},
+            **{"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5},
+            **{"n_routed_experts": 256, "n_shared_experts": 1},
+        },
+    ),
+    "Glm4MoeLiteForCausalLM": replace(
+        DEEPSEEK_V3,
+        defaults={
+            **{**DEEPSEEK_V3.defaults, "routed_scaling_factor": 1.8, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5},
+            **{"moe_intermediate_size": 1536, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
+            **{"n_routed_experts": 64, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        },
+    ),
+}
 
 
 class DeepseekForCausalLM(LlamaForCausalLM):
-    """Llama with latent attention, and mixtures of experts after the first layers."""
+    """Llama with latent attention, and mixtures of experts after the first layers.
+
+    V3.2 and GLM-5 have indexers, which choose ``index_topk`` tokens that a token attends to. In contexts of at most
+    this length they choose all: longer ones are refused, and indexers are not computed.
+    """
 
     def __init__(self, config: DeepseekConfig, context: LayerContext) -> None:
         super().__init__(config, context)
-        shape, last = config.latent, config.num_layers + config.prediction_layers
-        if unused := "|".join(str(layer) for layer in range(config.num_layers, last)):
-            self.checkpoint_map = (*self.checkpoint_map, Drop(rf"^model\.layers\.({unused})\."))
+        shape = config.latent
+        self.checkpoint_map = (*self.checkpoint_map, *without_prediction(config), Drop(r"\.self_attn\.indexer\."))
         if config.rope_interleave:
             head = partial(as_halves, head=shape.nope + shape.rope, rope=shape.rope)
             key = partial(as_halves, head=shape.cached, rope=shape.rope)
@@ -73,19 +104,21 @@ class DeepseekForCausalLM(LlamaForCausalLM):
         assert isinstance(config, DeepseekConfig)
         rotary = self.rotary_table(config, context)
         attention = LatentAttention(context, config.hidden_size, config.latent, config.attention_scale, rotary)
-        sparse = config.num_experts > 0 and index >= config.dense_layers
-        mlp = SharedAndRouted(config, context) if sparse else make_mlp(config, context)
-        return LlamaLayer(config, context, attention, mlp)
+        return LlamaLayer(config, context, attention, config.mixture.make_layer(index, config, context))
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        family = _FAMILIES[architecture]
+        has_q_rank = reader.raw.get("q_lora_rank", 1) is not None
+        reader = reader.with_defaults(**family.defaults)
         reader.only("hidden_act", "silu")
-        reader.only("attention_bias", False)
-        v3 = architecture == "DeepseekV3ForCausalLM"
+        for name, value in {"attention_bias": False, **family.only}.items():
+            reader.only(name, value)
+        v2 = architecture == "DeepseekV2ForCausalLM"
         heads, rope = reader.positive("num_attention_heads"), read_rope(reader)
         shape = LatentShape(
             heads,
-            None if reader.raw.get("q_lora_rank", 1536) is None else reader.positive("q_lora_rank", 1536),
+            reader.positive("q_lora_rank", 1536) if has_q_rank else None,
             reader.positive("kv_lora_rank", 512),
             reader.positive("qk_nope_head_dim", 128),
             reader.positive("qk_rope_head_dim", 64),
@@ -100,6 +133,8 @@ class DeepseekForCausalLM(LlamaForCausalLM):
         scale, weight, factor = 1.0, rope.scaling.get("mscale_all_dim"), rope.scaling.get("factor", 1.0)
         if rope.rope_type != "default" and weight and factor > 1:
             scale = float((0.1 * weight * math.log(factor) + 1.0) ** 2)
+        longest, chosen = longest_context(rope), count(reader, "index_topk")
+        note = f"index_topk ({chosen}) limits it, as sparse attention is not computed" if 0 < chosen < longest else ""
         return DeepseekConfig(
             architecture=architecture,
             hidden_size=reader.positive("hidden_size"),
@@ -108,32 +143,18 @@ class DeepseekForCausalLM(LlamaForCausalLM):
             num_heads=heads,
             num_kv_heads=1,
             head_dim=shape.rope,
-            max_position=longest_context(rope),
+            max_position=min(longest, chosen or longest),
+            context_note=note,
             rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
             mlp_bias=reader.flag("mlp_bias"),
             rope=rope,
             latent=shape,
             attention_scale=(shape.nope + shape.rope) ** -0.5 * scale,
-            rope_interleave=not v3 or reader.raw.get("rope_interleave") is None or reader.flag("rope_interleave"),
-            prediction_layers=_count(reader, "num_nextn_predict_layers"),
-            **_experts(reader, v3),
+            rope_interleave=v2 or reader.raw.get("rope_interleave") is None or reader.flag("rope_interleave"),
+            prediction_layers=count(reader, "num_nextn_predict_layers"),
+            mixture=_read_mixture(family, reader),
             **common_fields(reader),
         )
-
-
-class SharedAndRouted(SparseMoE):
-    """Experts that every token has, as one feed-forward network, and routed ones (DeepSeek-V2, section 2.2)."""
-
-    def __init__(self, config: DeepseekConfig, context: LayerContext) -> None:
-        hidden, inner = config.hidden_size, config.expert_intermediate_size
-        super().__init__(context, hidden, inner, config.num_experts, config.routing, choice_bias=config.choice_bias)
-        self.shared = None
-        if config.shared_experts:
-            shared = GatedMLP(context, hidden, config.shared_experts * inner, config.mlp_bias)
-            self.shared = self.attach("shared_experts", shared)
-
-    def add_to(self, residual: Array, x: Array) -> Array:
-        return super().add_to(self.shared.add_to(residual, x) if self.shared else residual, x)
 
 
 def as_halves(weight: np.ndarray, head: int, rope: int) -> np.ndarray:
@@ -145,40 +166,13 @@ def as_halves(weight: np.ndarray, head: int, rope: int) -> np.ndarray:
     return weight[np.concatenate((rows[:, :-rope], pairs[..., 0], pairs[..., 1]), axis=1).ravel()]
 
 
-def _experts(reader: ConfigReader, v3: bool) -> dict[str, Any]:
-    """The fields of ``DeepseekConfig`` for the mixture of experts.
-
-    V2 scores experts by a softmax, and a group by its best expert. V3 scores them by a sigmoid, chooses by score plus
-    bias, compares groups by their best two, and divides the weights by their sum.
-    """
-    method = reader.raw.get("topk_method") or ("noaux_tc" if v3 else "greedy")
-    methods = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
-    normalised = reader.flag("norm_topk_prob") or (v3 and reader.raw.get("norm_topk_prob") is None)
-    if method not in methods or (normalised and not v3) or reader.positive("moe_layer_freq", 1) != 1:
-        raise UnsupportedModelError(
-            f"{reader.file}: routing with topk_method={method!r}, norm_topk_prob={normalised} and moe_layer_freq="
-            f"{reader.raw.get('moe_layer_freq', 1)} is not supported; supported: {' or '.join(methods)}, "
-            f"{'any' if v3 else 'false'} and 1"
-        )
-    grouped = method != "greedy"
-    routing = RoutingSpec(
-        reader.positive("num_experts_per_tok", 8 if v3 else 6),
-        "sigmoid" if v3 else "softmax",
-        renormalize=normalised,
-        scale=reader.number("routed_scaling_factor", 2.5 if v3 else 1.0),
-        num_groups=reader.positive("n_group", 8) if grouped else 1,
-        top_groups=reader.positive("topk_group", 4) if grouped else 1,
-        best_of_group=2 if v3 else 1,
-    )
-    return {
-        "num_experts": _count(reader, "n_routed_experts"),
-        "dense_layers": _count(reader, "first_k_dense_replace"),
-        "routing": routing,
-        "choice_bias": v3,
-        "shared_experts": _count(reader, "n_shared_experts"),
-        "expert_intermediate_size": reader.positive("moe_intermediate_size", 2048 if v3 else 1407),
-    }
-
-
-def _count(reader: ConfigReader, name: str) -> int:
-    return reader.positive(name) if reader.raw.get(name) else 0
+def _read_mixture(family: MixtureFamily, reader: ConfigReader) -> Mixture:
+    layers = reader.positive("num_hidden_layers")
+    if not reader.raw.get("n_routed_experts"):  # all layers are dense
+        return Mixture(
+            num_experts=0, inner=1, routing=RoutingSpec(1), choice_bias=False, shared_inner=0,
+            sparse_layers=(False,) * layers,
+        )  # fmt: skip
+    if family.routing.scoring == "softmax" and reader.only("topk_method", "greedy", "group_limited_greedy") == "greedy":
+        reader = replace(reader, raw={**reader.raw, "n_group": 1, "topk_group": 1})
+    return read_mixture(family, reader, layers)

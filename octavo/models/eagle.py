@@ -93,6 +93,8 @@ def fit_to(config: EagleConfig, target: ModelConfig) -> EagleConfig:
     ):
         if own != its:
             raise ConfigError(f"the head is for another model: its {what} is {own}, that of the model {its}")
+    if getattr(target, "residual_scale", 1.0) != 1.0:  # its residual stream is kept divided by the factor
+        raise ConfigError(f"{target.architecture} with residual_multiplier has no EAGLE heads here")
     if config.draft_vocab_size > config.vocab_size:
         raise ConfigError(f"draft_vocab_size ({config.draft_vocab_size}) exceeds vocab_size ({config.vocab_size})")
     # The lengths that it was trained on do not limit it, as those are of drafts and not of contexts.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ModelConfig
 from octavo.core.request import TOKENS
 from octavo.kernels.forward_batch import ForwardBatch
@@ -23,7 +23,14 @@ from octavo.layers.layer import Layer, LayerContext, LayerNorm, RMSNorm
 from octavo.layers.mlp import MLP, GatedMLP
 from octavo.layers.vocabulary import ClassificationHead, PositionEmbedding, VocabParallelEmbedding
 from octavo.models.config_files import ConfigReader, decoder_fields
-from octavo.models.decoder import Decoder, DecoderLayer, PostNormLayer, PreNormLayer, make_feed_forward
+from octavo.models.decoder import (
+    Decoder,
+    DecoderLayer,
+    PostNormLayer,
+    PreNormLayer,
+    make_feed_forward,
+    refuse_stages,
+)
 from octavo.models.network import Network, ResidualReader
 
 
@@ -109,8 +116,7 @@ class Encoder(Network):
 
     def __init__(self, config: EncoderConfig, context: LayerContext) -> None:
         super().__init__(config, context)
-        if context.layers is not None and len(context.layers) != config.num_layers:
-            raise ConfigError(f"{config.architecture} has no pipeline stages: set pipeline_parallel_size=1")
+        refuse_stages(config, context)
         self.kernels, width = context.kernels, config.hidden_size
         self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, config.vocab_size, width))
         layers = [self.make_layer(i, context) for i in range(config.num_layers)]
@@ -234,8 +240,7 @@ class EncoderDecoder(Decoder):
 
     def __init__(self, config: EncoderDecoderConfig, context: LayerContext) -> None:
         context = replace(context, max_loras=0, virtual_tokens=0)
-        if context.layers is not None and len(context.layers) != config.num_layers:
-            raise ConfigError(f"{config.architecture} has no pipeline stages: set pipeline_parallel_size=1")
+        refuse_stages(config, context)
         super().__init__(config, context)
         self.embed_tokens.scale = config.embedding_scale
         if config.position_rows:

@@ -3,6 +3,7 @@
 All scale the embeddings by the root of their size, store norm weights minus 1, and gate the MLP by gelu. Gemma 2 adds
 norms after attention and MLP, caps of scores and logits, and a window in every other layer. Gemma 3 has norms of
 queries and keys instead of caps, five layers with a window for each global one, and a RoPE base for each kind.
+EmbeddingGemma (arXiv 2509.20354) is a Gemma 3 whose attention is bidirectional.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ImageFacts, ModelConfig, RopeConfig
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Array, AttentionSpec, LayerCache
@@ -29,7 +30,7 @@ from octavo.models.config_files import (
     read_windows,
     shape_fields,
 )
-from octavo.models.decoder import Decoder, DecoderLayer
+from octavo.models.decoder import Decoder, DecoderLayer, SandwichNormLayer
 from octavo.models.llama import LlamaLayer
 from octavo.models.network import Tower
 from octavo.models.vision import VIT_NAMES, Projection, VisionTransformer, VitConfig, VitTower, read_pixels, read_siglip
@@ -63,11 +64,13 @@ class GemmaForCausalLM(Decoder):
         rotary = self.rotary_table(replace(config, rope=config.local_rope) if window else config, context)
         # Tokens of an image see each other in both directions.
         sees_spans = config.image_facts is not None
-        spec = AttentionSpec(config.query_scale, window, config.score_cap, sees_spans=sees_spans)
+        is_causal = not config.is_encoder
+        spec = AttentionSpec(config.query_scale, window, config.score_cap, causal=is_causal, sees_spans=sees_spans)
         attention = Attention(config, context, spec, rotary, GemmaNorm)
         mlp = GatedMLP(context, config.hidden_size, config.intermediate_size, False, "gelu_tanh")
         if config.post_norms:
-            return SandwichNormLayer(config, context, attention, mlp)
+            norms = [GemmaNorm(context, config.hidden_size, config.rms_norm_eps) for _ in range(4)]
+            return SandwichNormLayer(attention, mlp, norms[:2], norms[2:])
         return LlamaLayer(config, context, attention, mlp, GemmaNorm)
 
     def make_final_norm(self, config: GemmaConfig, context: LayerContext) -> GemmaNorm:
@@ -84,9 +87,15 @@ class GemmaForCausalLM(Decoder):
         reader = replace(reader, raw=_DEFAULTS[architecture] | raw)
         # "gelu" in the first Gemma's files means what it was trained with, which is by tanh.
         reader.only("hidden_act", "gelu_pytorch_tanh", *(["gelu"] if architecture == "GemmaForCausalLM" else []))
-        reader.only("use_bidirectional_attention", False)
         fields = shape_fields(reader)
         rope, local_rope = _ropes(reader)
+        windows = _windows(reader, fields["num_layers"])
+        supported = [False, *([True] if architecture.startswith("Gemma3") else [])]
+        is_encoder = reader.only("use_bidirectional_attention", *supported) is True
+        if is_encoder:  # the file's window is that of both sides together
+            windows = tuple(None if window is None else window // 2 for window in windows)
+            if 0 in windows:
+                raise UnsupportedModelError(f"{reader.file}: sliding_window must be at least 2, not 1")
         return GemmaConfig(
             architecture=architecture,
             max_position=reader.positive("max_position_embeddings"),  # a scaled rope is part of it
@@ -96,11 +105,12 @@ class GemmaForCausalLM(Decoder):
             qk_norm=architecture.startswith("Gemma3"),
             rope=rope,
             local_rope=local_rope,
-            sliding_windows=_windows(reader, fields["num_layers"]),
+            sliding_windows=windows,
             query_scale=reader.number("query_pre_attn_scalar", fields["head_dim"]) ** -0.5,
             score_cap=_cap(reader, "attn_logit_softcapping"),
             logit_cap=_cap(reader, "final_logit_softcapping"),
             post_norms=architecture != "GemmaForCausalLM",
+            is_encoder=is_encoder,
             **fields,
         )
 
@@ -110,27 +120,6 @@ class GemmaNorm(RMSNorm):
 
     def __init__(self, context: LayerContext, size: int, eps: float) -> None:
         super().__init__(context, size, eps, unit_offset=True)
-
-
-class SandwichNormLayer(DecoderLayer):
-    """The layer of Gemma 2 and 3: norms before and after attention and MLP."""
-
-    attention: Attention
-
-    def __init__(self, config: GemmaConfig, context: LayerContext, attention: Attention, mlp: GatedMLP) -> None:
-        super().__init__()
-        norms = [GemmaNorm(context, config.hidden_size, config.rms_norm_eps) for _ in range(4)]
-        self.attention_norm = self.attach("input_layernorm", norms[0])
-        self.attention = self.attach("self_attn", attention)
-        self.attention_post_norm = self.attach("post_attention_layernorm", norms[1])
-        self.mlp_norm = self.attach("pre_feedforward_layernorm", norms[2])
-        self.mlp = self.attach("mlp", mlp)
-        self.mlp_post_norm = self.attach("post_feedforward_layernorm", norms[3])
-
-    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
-        attended = self.attention(self.attention_norm(residual), cache, batch)
-        residual = self.attention_post_norm.add_to(residual, attended)
-        return self.mlp_post_norm.add_to(residual, self.mlp(self.mlp_norm(residual)))
 
 
 #: Defaults of transformers, which config.json may leave out.
@@ -237,6 +226,8 @@ class Gemma3ForConditionalGeneration(GemmaForCausalLM):
         table = reader.table("vision_config")
         if not table:
             return text
+        if text.is_encoder:
+            raise UnsupportedModelError(f"{reader.file}: use_bidirectional_attention=true is not supported with images")
         inside = replace(reader, raw=table)
         inside.only("model_type", "siglip_vision_model")
         vision = replace(read_siglip(inside), normalisation=read_pixels(reader, "gemma3"))

@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
-
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.model_config import ModelConfig, RopeConfig
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Activation, Array, AttentionSpec, LayerCache
-from octavo.layers.attention import Attention, alibi_slopes
-from octavo.layers.layer import LayerContext, LayerNorm
+from octavo.layers.attention import Attention, HeadLayerNorm, alibi_slopes
+from octavo.layers.layer import LayerContext, LayerNorm, PlainLayerNorm
 from octavo.layers.linear import RowParallelLinear
 from octavo.layers.vocabulary import PositionEmbedding
 from octavo.models.checkpoint import (
     CheckpointEntry,
     Drop,
+    Join,
     Permute,
     Rename,
     Split,
@@ -26,7 +25,7 @@ from octavo.models.checkpoint import (
     transpose,
     ungroup_heads,
 )
-from octavo.models.config_files import ConfigReader, decoder_fields, read_activation, rotary_fields
+from octavo.models.config_files import ConfigReader, decoder_fields, read_activation, read_windows, rotary_fields
 from octavo.models.decoder import Decoder, DecoderLayer, PostNormLayer, PreNormLayer, make_feed_forward
 
 #: Old checkpoints hold masks and rotary tables; those with tied embeddings may hold the head too.
@@ -43,6 +42,7 @@ GPT_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"\.(ln_2|ln_mlp)\.", ".post_attention_layernorm."),
     Rename(r"\.(attn|attention|self_attention)\.", ".self_attn."),
     Rename(r"\.self_attn\.(c_proj|dense|out_proj)\.", ".self_attn.o_proj."),
+    Rename(r"\.self_attn\.([qk])_layernorm\.", r".self_attn.\1_norm."),
     Rename(r"\.mlp\.(c_fc|fc_in|dense_h_to_4h)\.", ".mlp.fc1."),
     Rename(r"\.mlp\.(c_proj|fc_out|dense_4h_to_h)\.", ".mlp.fc2."),
 )
@@ -67,6 +67,11 @@ class GPTConfig(ModelConfig):
     layout: Literal["sequential", "parallel", "parallel, two norms"] = "sequential"
     gated_mlp: bool = False
     norm_bias: bool = True
+    #: Layer norms of each head of queries and keys before the rotation: all heads have the same weight and bias, or
+    #: each has a weight of its own.
+    head_norms: Literal["", "shared", "own"] = ""
+    #: Whether each layer is rotated; empty: all are.
+    rotated_layers: tuple[bool, ...] = ()
 
 
 class ParallelLayer(PreNormLayer):
@@ -101,11 +106,20 @@ class GPTDecoder(Decoder):
         slopes = rotary = None
         if config.positions == "alibi":
             slopes = tuple(config.alibi_factor * slope for slope in alibi_slopes(config.num_heads))
-        if config.positions == "rotary":
+        if config.positions == "rotary" and (not config.rotated_layers or config.rotated_layers[index]):
             rotary = self.rotary_table(config, context)
         window = config.sliding_windows[index] if config.sliding_windows else None
         spec = AttentionSpec(config.head_dim**-0.5, window, alibi_slopes=slopes)
-        return Attention(config, context, spec, rotary)
+        attention, head_dim, eps = Attention(config, context, spec, rotary), config.head_dim, config.layer_norm_eps
+        if config.head_norms == "shared":
+            attention.set_norms(*(LayerNorm(context, head_dim, eps) for _ in range(2)))
+        elif config.head_norms == "own":
+            own, own_kv = attention.qkv.own, attention.qkv.own_kv
+            attention.set_norms(
+                HeadLayerNorm(context, config.num_heads, own, head_dim, eps),
+                HeadLayerNorm(context, config.num_kv_heads, own_kv, head_dim, eps),
+            )
+        return attention
 
     def make_norm(self, config: Any, context: LayerContext) -> LayerNorm:
         return LayerNorm(context, config.hidden_size, config.layer_norm_eps, bias=config.norm_bias)
@@ -242,7 +256,6 @@ class PhiForCausalLM(GPTDecoder):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        reader.only("qk_layernorm", False)
         reader = reader.with_defaults(partial_rotary_factor=0.5, max_position_embeddings=2048)
         fields = decoder_fields(reader, kv_heads="num_key_value_heads", bias=True)
         return GPTConfig(
@@ -250,6 +263,7 @@ class PhiForCausalLM(GPTDecoder):
             intermediate_size=reader.positive("intermediate_size", 4 * fields["hidden_size"]),
             head_bias=True,
             layout="parallel",
+            head_norms="shared" if reader.flag("qk_layernorm") else "",
             layer_norm_eps=reader.number("layer_norm_eps", 1e-5),
             activation=read_activation(reader, "hidden_act", "gelu_new"),
             **rotary_fields(reader, fields["head_dim"]),
@@ -279,10 +293,18 @@ class Starcoder2ForCausalLM(GPTDecoder):
 class StableLmForCausalLM(GPTDecoder):
     """StableLM (Bellagente et al. 2024): gated MLPs and partly rotated heads; parallel in some checkpoints."""
 
+    def __init__(self, config: GPTConfig, context: LayerContext) -> None:
+        super().__init__(config, context)
+        counts = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
+        stacks = (
+            Join(tuple(f"{name}.norms.{head}" for head in range(count)), name, stack=True)
+            for name, count in counts.items()
+        )
+        self.checkpoint_map = (*GPT_NAMES, *(stacks if config.head_norms else ()))
+
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         reader.only("hidden_act", "silu", "swish")
-        reader.only("qk_layernorm", False)  # StableLM 2 12B
         reader = reader.with_defaults(partial_rotary_factor=0.25)
         fields = decoder_fields(reader, kv_heads="num_key_value_heads")
         return GPTConfig(
@@ -290,6 +312,7 @@ class StableLmForCausalLM(GPTDecoder):
             intermediate_size=reader.positive("intermediate_size"),
             qkv_bias=reader.flag("use_qkv_bias"),
             gated_mlp=True,
+            head_norms="own" if reader.flag("qk_layernorm") else "",  # StableLM 2 12B
             activation="silu",
             layout="parallel" if reader.flag("use_parallel_residual") else "sequential",
             layer_norm_eps=reader.number("layer_norm_eps", 1e-5),
@@ -405,16 +428,6 @@ class OPTConfig(GPTConfig):
     norm_weights: bool = True
 
 
-class PlainLayerNorm(LayerNorm):
-    """A norm without weight and bias."""
-
-    def __init__(self, context: LayerContext, size: int, eps: float) -> None:
-        super().__init__(context, size, eps, bias=False)
-        self.weight = context.kernels.array(np.ones(size, np.float32), context.dtype)
-        self.expected.clear()
-        self.holds.clear()
-
-
 class OPTForCausalLM(GPTDecoder):
     """OPT (Zhang et al. 2022): ReLU, narrower embeddings or post-norms in some sizes. Galactica: without biases."""
 
@@ -490,27 +503,45 @@ class CohereConfig(GPTConfig):
 
 
 class CohereForCausalLM(GPTDecoder):
-    """Command R (Cohere 2024): attention and a gated MLP side by side, norms without biases, neighbouring pairs."""
+    """Command R (Cohere 2024): attention and a gated MLP side by side, norms without biases, neighbouring pairs.
+
+    Command R7B and Command A (Cohere 2): layers with a window are rotated, the others are not.
+    """
 
     def __init__(self, config: CohereConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         rotated = config.head_dim
-        scale = config.logit_scale if config.head == "lm" else 1.0  # vectors and class scores are of the norm itself
+        self._logit_scale = config.logit_scale
+        halved = halve_pairs(1, rotated)(rotated)
         self.checkpoint_map = (
             *GPT_NAMES,
             Permute(r"\.q_proj\.(weight|bias)$", halve_pairs(config.num_heads, rotated)),
             Permute(r"\.k_proj\.(weight|bias)$", halve_pairs(config.num_kv_heads, rotated)),
-            # The head is linear: a scale of the norm before it is a scale of the logits.
-            Transform(r"^model\.norm\.weight$", lambda weight: weight * np.float32(scale)),
+            Transform(r"\.[qk]_norm\.weight$", lambda weight: weight[:, halved]),
         )
+
+    def logits(self, hidden: Array) -> Array:
+        return self.kernels.scale(super().logits(hidden), self._logit_scale)
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         reader.only("hidden_act", "silu", "swish")
-        reader.only("use_qk_norm", False)  # Command R+
-        reader = reader.with_defaults(tie_word_embeddings=True, rope_theta=500000.0, max_position_embeddings=8192)
+        has_windows = "sliding_window" not in reader.raw or reader.raw["sliding_window"] is not None
+        is_cohere2 = architecture == "Cohere2ForCausalLM"
+        # transformers' theta of Cohere 2 is that of all networks
+        theta = 10000.0 if is_cohere2 else 500000.0
+        reader = reader.with_defaults(tie_word_embeddings=True, rope_theta=theta, max_position_embeddings=8192)
         fields, bias = decoder_fields(reader, kv_heads="num_key_value_heads"), reader.flag("attention_bias")
         fields |= rotary_fields(reader, fields["head_dim"])
+        layers = fields["num_layers"]
+        if is_cohere2 and has_windows:
+            window, pattern = reader.positive("sliding_window", 4096), reader.positive("sliding_window_pattern", 4)
+            windows = read_windows(reader, layers, window)
+            if windows is None:
+                windows = tuple(window if (index + 1) % pattern else None for index in range(layers))
+            fields |= {"sliding_windows": windows, "rotated_layers": tuple(value is not None for value in windows)}
+        elif is_cohere2:
+            fields["rotated_layers"] = (False,) * layers
         # max_position_embeddings is the context of the first training.
         fields["max_position"] = reader.positive("model_max_length", fields["max_position"])
         return CohereConfig(
@@ -521,6 +552,7 @@ class CohereForCausalLM(GPTDecoder):
             gated_mlp=True,
             activation="silu",
             norm_bias=False,
+            head_norms="own" if reader.flag("use_qk_norm") and not is_cohere2 else "",  # Command R+
             layout="parallel",
             layer_norm_eps=reader.number("layer_norm_eps", 1e-5),
             logit_scale=reader.number("logit_scale", 0.0625),

@@ -46,6 +46,8 @@ class Network(Layer, ABC):
     workspace: KVSpec | None = None
     #: Makes features of images; on the first stage.
     tower: Tower | None = None
+    #: Whether its forward consists of operations of kernels, so that steps can be recorded.
+    is_recordable = True
 
     @classmethod
     @abstractmethod
@@ -63,6 +65,14 @@ class Network(Layer, ABC):
         super().__init__()
         self.config = config
         self._rotary_tables: list[tuple[ModelConfig, RotaryTable]] = []
+
+    def load_itself(self, seed: int | None) -> bool:
+        """Loads the weights by other means than ``checkpoint_map``, or random ones with a ``seed``; False: it has none.
+
+        Raises:
+            WeightError: the checkpoint is incomplete, damaged or does not fit the configuration.
+        """
+        return False
 
     def entries(self) -> list[CheckpointEntry]:
         """The whole checkpoint map, in order."""

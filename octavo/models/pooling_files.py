@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.core.files import JsonValues, read_object, read_value
 from octavo.core.model_config import ModelConfig
-from octavo.core.outputs import DenseConfig, PoolerConfig, PoolingKind
+from octavo.core.outputs import DenseConfig, PairFormat, PoolerConfig, PoolingKind
 
 if TYPE_CHECKING:
     from octavo.models.config_files import ConfigReader
 
+#: Key in ``sentence_transformers`` of config.json: the text of a pair's prompt, with {query} and {document}.
+PAIR_TEMPLATE = "pair_template"
 _MAX_MODULES = 16
 #: By the flags of 1_Pooling/config.json, and by the newer name.
 _KINDS: dict[str, PoolingKind] = {
@@ -38,6 +40,8 @@ _HARMLESS = {
     *("add_pooling_layer", "attn_implementation", "cache_dir", "device_map", "dtype", "low_cpu_mem_usage"),
     *("revision", "torch_dtype", "trust_remote_code", "use_safetensors"),
 }
+#: The output of a Transformer module that is pooled.
+_STATES = "last_hidden_state"
 #: From this model_max_length on, a tokenizer has no limit.
 _NO_LENGTH = 1 << 30
 _SIMILARITIES = {name: name for name in ("cosine", "dot", "euclidean", "manhattan")} | {"dot_product": "dot"}
@@ -49,6 +53,8 @@ def read_pooler(folder: Path, config: ModelConfig, reader: ConfigReader) -> Pool
     if config.head in ("sequence", "token"):  # a cross-encoder, which may name an activation of its own
         activation = reader.table("sentence_transformers").get("activation_fn")
         activation = activation or reader.raw.get("sbert_ce_default_activation_function")
+        if (template := reader.table("sentence_transformers").get(PAIR_TEMPLATE)) is not None:
+            pooler = replace(pooler, pairs=PairFormat(str(template)))
         if activation is None:
             return pooler
         name = str(activation).rpartition(".")[2].removesuffix("()")
@@ -62,11 +68,14 @@ def read_pooler(folder: Path, config: ModelConfig, reader: ConfigReader) -> Pool
         pooler = replace(pooler, normalize=False, is_from_files=True)
         settings = folder / "config_sentence_transformers.json"
         kind = read_object(settings).get("model_type") if settings.is_file() else None
-        if kind not in (None, "SentenceTransformer"):
-            raise _unsupported(settings, "model_type", kind, "SentenceTransformer")
         for module in modules:
             pooler = _add_module(pooler, folder, module)
-        pooler = replace(pooler, max_seq_length=_read_transformer(folder))
+        supported = "SentenceTransformer" if pooler.pairs is None else "CrossEncoder"
+        if kind not in (None, supported):
+            raise _unsupported(settings, "model_type", kind, supported)
+        if pooler.pairs is not None:
+            pooler = replace(pooler, pairs=_with_chat_options(pooler.pairs, folder))
+        pooler = replace(pooler, max_seq_length=_read_transformer(folder, scores_pairs=pooler.pairs is not None))
     return _read_prompts(pooler, folder)
 
 
@@ -83,12 +92,15 @@ def _add_module(pooler: PoolerConfig, folder: Path, module: Any) -> PoolerConfig
     if kind == "Normalize":
         _refuse_other_features(folder / path / "config.json")
         return replace(pooler, normalize=True)
+    if kind == "LogitScore":
+        return replace(pooler, pairs=_read_logit_score(folder / path / "config.json"))
     if kind == "Pooling":
         return _read_pooling(pooler, folder / path / "config.json")
     if kind == "Dense":
         dense = replace(_read_dense(folder, path), normalizes=pooler.normalize)
         return replace(pooler, dense=(*pooler.dense, dense), normalize=False)
-    raise _unsupported(file, "the module", kind, "Transformer", "Pooling", "Dense", "Dropout", "Normalize")
+    supported = ("Transformer", "Pooling", "Dense", "Dropout", "Normalize", "LogitScore")
+    raise _unsupported(file, "the module", kind, *supported)
 
 
 def _unsupported(file: Path, name: str, value: object, *supported: str) -> UnsupportedModelError:
@@ -101,6 +113,28 @@ def _refuse_other_features(file: Path) -> None:
     for name in ("module_input_name", "module_output_name"):
         if raw.get(name) not in (None, "sentence_embedding"):
             raise _unsupported(file, name, raw[name], "sentence_embedding")
+
+
+def _read_logit_score(file: Path) -> PairFormat:
+    """The tokens whose logits score a pair (``LogitScore`` of a CrossEncoder)."""
+    reader = JsonValues(read_object(file), file)
+    ids = []
+    for name in ("false_token_id", "true_token_id"):
+        if not isinstance(token := reader.get(name), int) or isinstance(token, bool) or token < 0:
+            raise UnsupportedModelError(f"{file}: {name} must be the id of a token, not {token!r}")
+        ids.append(token)
+    return PairFormat(answer_ids=(ids[0], ids[1]))
+
+
+def _with_chat_options(pairs: PairFormat, folder: Path) -> PairFormat:
+    settings = transformer_settings(folder)
+    if settings is None:
+        return pairs
+    message = JsonValues(settings.table("modality_config"), settings.file).table("message")
+    if message.get("format", "flat") != "flat":
+        raise _unsupported(settings.file, "modality_config.message.format", message["format"], "flat")
+    options = JsonValues(settings.table("processing_kwargs"), settings.file).table("chat_template")
+    return replace(pairs, options=options)
 
 
 def _read_pooling(pooler: PoolerConfig, file: Path) -> PoolerConfig:
@@ -140,13 +174,16 @@ def transformer_settings(folder: Path) -> JsonValues | None:
     return None
 
 
-def _read_transformer(folder: Path) -> int | None:
-    """The length at which texts are cut; refuses settings of the Transformer module that are not computed."""
+def _read_transformer(folder: Path, *, scores_pairs: bool) -> int | None:
+    """The length at which texts are cut; refuses settings of the Transformer module that are not computed.
+
+    ``scores_pairs``: its results are logits, for a module LogitScore.
+    """
     settings = transformer_settings(folder)
     of_tokenizer = folder / "tokenizer_config.json"
     length = read_object(of_tokenizer).get("model_max_length") if of_tokenizer.is_file() else None
     if settings is not None:
-        _refuse_tasks(settings)
+        _refuse_tasks(settings, *(("text-generation", "logits") if scores_pairs else ("feature-extraction", _STATES)))
         called = _refuse_keywords(settings)
         # The library's precedence: the keywords of a call, then the module, then the tokenizer.
         loaded = _loading(settings), "model_max_length"
@@ -157,20 +194,20 @@ def _read_transformer(folder: Path) -> int | None:
     return length if is_length else None
 
 
-def _refuse_tasks(settings: JsonValues) -> None:
-    """Refuses inputs other than text, and outputs other than the last hidden states."""
+def _refuse_tasks(settings: JsonValues, supported: str, result: str) -> None:
+    """Refuses inputs other than text, a task other than the supported one, and other outputs than its ``result``."""
     file = settings.file
-    if (task := settings.get("transformer_task", "feature-extraction")) != "feature-extraction":
-        raise _unsupported(file, "transformer_task", task, "feature-extraction")
+    if (task := settings.get("transformer_task", supported)) != supported:
+        raise _unsupported(file, "transformer_task", task, supported)
     modalities = settings.table("modality_config")
     # Texts do not go through the template of conversations.
     others = set(modalities) - ({"text", "message"} if "text" in modalities else set())
     if others:
         raise UnsupportedModelError(f"{file}: inputs of {', '.join(sorted(others))} are not supported; supported: text")
     text = modalities.get("text")
-    output = text.get("method_output_name", "last_hidden_state") if isinstance(text, Mapping) else "last_hidden_state"
-    if output != "last_hidden_state":
-        raise _unsupported(file, "method_output_name", output, "last_hidden_state")
+    output = text.get("method_output_name", result) if isinstance(text, Mapping) else result
+    if output != result:
+        raise _unsupported(file, "method_output_name", output, result)
 
 
 def _loading(settings: JsonValues) -> JsonValues:

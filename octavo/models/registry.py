@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import string
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -21,12 +22,23 @@ if TYPE_CHECKING:
 
 #: Architecture in config.json -> (its model_type, module, class).
 NETWORKS = {
+    "ApertusForCausalLM": ("apertus", "octavo.models.dense", "DenseForCausalLM"),
+    "ArceeForCausalLM": ("arcee", "octavo.models.dense", "DenseForCausalLM"),
     "BartForConditionalGeneration": ("bart", "octavo.models.bart", "BartForConditionalGeneration"),
     "BloomForCausalLM": ("bloom", "octavo.models.gpt", "BloomForCausalLM"),
+    "Cohere2ForCausalLM": ("cohere2", "octavo.models.gpt", "CohereForCausalLM"),
     "CohereForCausalLM": ("cohere", "octavo.models.gpt", "CohereForCausalLM"),
+    "CwmForCausalLM": ("cwm", "octavo.models.dense", "DenseForCausalLM"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "octavo.models.deepseek", "DeepseekForCausalLM"),
+    "DeepseekV32ForCausalLM": ("deepseek_v32", "octavo.models.deepseek", "DeepseekForCausalLM"),
     "DeepseekV3ForCausalLM": ("deepseek_v3", "octavo.models.deepseek", "DeepseekForCausalLM"),
+    "Dots1ForCausalLM": ("dots1", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "Ernie4_5ForCausalLM": ("ernie4_5", "octavo.models.dense", "DenseForCausalLM"),
+    "Ernie4_5_ForCausalLM": ("ernie4_5", "octavo.models.dense", "DenseForCausalLM"),
+    "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "Exaone4ForCausalLM": ("exaone4", "octavo.models.dense", "DenseForCausalLM"),
     "FalconForCausalLM": ("falcon", "octavo.models.gpt", "FalconForCausalLM"),
+    "FlexOlmoForCausalLM": ("flex_olmo", "octavo.models.mixtures", "MixtureForCausalLM"),
     "GPT2LMHeadModel": ("gpt2", "octavo.models.gpt", "GPT2LMHeadModel"),
     "GPTBigCodeForCausalLM": ("gpt_bigcode", "octavo.models.gpt", "GPTBigCodeForCausalLM"),
     "GPTJForCausalLM": ("gptj", "octavo.models.gpt", "GPTJForCausalLM"),
@@ -35,30 +47,64 @@ NETWORKS = {
     "Gemma3ForCausalLM": ("gemma3_text", "octavo.models.gemma", "GemmaForCausalLM"),
     "Gemma3ForConditionalGeneration": ("gemma3", "octavo.models.gemma", "Gemma3ForConditionalGeneration"),
     "GemmaForCausalLM": ("gemma", "octavo.models.gemma", "GemmaForCausalLM"),
+    "Glm4ForCausalLM": ("glm4", "octavo.models.dense", "DenseForCausalLM"),
+    "Glm4MoeForCausalLM": ("glm4_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", "octavo.models.deepseek", "DeepseekForCausalLM"),
+    "GlmForCausalLM": ("glm", "octavo.models.dense", "DenseForCausalLM"),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "octavo.models.deepseek", "DeepseekForCausalLM"),
+    "GptOssForCausalLM": ("gpt_oss", "octavo.models.gpt_oss", "GptOssForCausalLM"),
+    "GraniteForCausalLM": ("granite", "octavo.models.dense", "DenseForCausalLM"),
+    "GraniteMoeForCausalLM": ("granitemoe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "GraniteMoeSharedForCausalLM": ("granitemoeshared", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "HeliumForCausalLM": ("helium", "octavo.models.dense", "DenseForCausalLM"),
+    "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense", "octavo.models.dense", "DenseForCausalLM"),
+    "HunYuanMoEV1ForCausalLM": ("hunyuan_v1_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "HyperCLOVAXForCausalLM": ("hyperclovax", "octavo.models.dense", "DenseForCausalLM"),
+    "IQuestCoderForCausalLM": ("iquestcoder", "octavo.models.dense", "DenseForCausalLM"),
     "Idefics3ForConditionalGeneration": ("idefics3", "octavo.models.idefics3", "Idefics3ForConditionalGeneration"),
+    "InternLM3ForCausalLM": ("internlm3", "octavo.models.dense", "DenseForCausalLM"),
+    "Jais2ForCausalLM": ("jais2", "octavo.models.dense", "DenseForCausalLM"),
+    "Llama4ForCausalLM": ("llama4_text", "octavo.models.mixtures", "Llama4ForCausalLM"),
+    "Llama4ForConditionalGeneration": (
+        "llama4",
+        "octavo.models.mixtures",
+        "Llama4ForConditionalGeneration",
+    ),
     "LlamaForCausalLM": ("llama", "octavo.models.llama", "LlamaForCausalLM"),
     "LlavaForConditionalGeneration": ("llava", "octavo.models.llava", "LlavaForConditionalGeneration"),
     "MBartForConditionalGeneration": ("mbart", "octavo.models.bart", "MBartForConditionalGeneration"),
     "MT5ForConditionalGeneration": ("mt5", "octavo.models.t5", "MT5ForConditionalGeneration"),
     "MarianMTModel": ("marian", "octavo.models.bart", "MarianMTModel"),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "Ministral3ForCausalLM": ("ministral3", "octavo.models.dense", "DenseForCausalLM"),
+    "MinistralForCausalLM": ("ministral", "octavo.models.dense", "DenseForCausalLM"),
     "MistralForCausalLM": ("mistral", "octavo.models.llama", "LlamaForCausalLM"),
-    "MixtralForCausalLM": ("mixtral", "octavo.models.llama", "MixtureForCausalLM"),
+    "Mistral3ForConditionalGeneration": ("mistral3", "octavo.models.dense", "Mistral3ForConditionalGeneration"),
+    "MixtralForCausalLM": ("mixtral", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "NemotronForCausalLM": ("nemotron", "octavo.models.dense", "DenseForCausalLM"),
     "OPTForCausalLM": ("opt", "octavo.models.gpt", "OPTForCausalLM"),
-    "Olmo2ForCausalLM": ("olmo2", "octavo.models.llama", "Olmo2ForCausalLM"),
-    "OlmoeForCausalLM": ("olmoe", "octavo.models.llama", "OlmoeForCausalLM"),
+    "Olmo2ForCausalLM": ("olmo2", "octavo.models.dense", "DenseForCausalLM"),
+    "Olmo3ForCausalLM": ("olmo3", "octavo.models.dense", "DenseForCausalLM"),
+    "OlmoForCausalLM": ("olmo", "octavo.models.dense", "DenseForCausalLM"),
+    "OlmoeForCausalLM": ("olmoe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "PegasusForConditionalGeneration": ("pegasus", "octavo.models.bart", "PegasusForConditionalGeneration"),
     "Phi3ForCausalLM": ("phi3", "octavo.models.llama", "Phi3ForCausalLM"),
     "PhiForCausalLM": ("phi", "octavo.models.gpt", "PhiForCausalLM"),
+    "PhiMoEForCausalLM": ("phimoe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "PhimoeForCausalLM": ("phimoe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Qwen2_5_VLForConditionalGeneration": (
         "qwen2_5_vl",
         "octavo.models.qwen2_5_vl",
         "Qwen25VLForConditionalGeneration",
     ),
     "Qwen2ForCausalLM": ("qwen2", "octavo.models.llama", "LlamaForCausalLM"),
-    "Qwen2MoeForCausalLM": ("qwen2_moe", "octavo.models.llama", "MixtureForCausalLM"),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Qwen3ForCausalLM": ("qwen3", "octavo.models.llama", "LlamaForCausalLM"),
-    "Qwen3MoeForCausalLM": ("qwen3_moe", "octavo.models.llama", "MixtureForCausalLM"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "SeedOssForCausalLM": ("seed_oss", "octavo.models.dense", "DenseForCausalLM"),
+    "SmolLM3ForCausalLM": ("smollm3", "octavo.models.dense", "DenseForCausalLM"),
     "SmolVLMForConditionalGeneration": ("smolvlm", "octavo.models.idefics3", "Idefics3ForConditionalGeneration"),
+    "SolarOpenForCausalLM": ("solar_open", "octavo.models.mixtures", "MixtureForCausalLM"),
     "StableLmForCausalLM": ("stablelm", "octavo.models.gpt", "StableLmForCausalLM"),
     "Starcoder2ForCausalLM": ("starcoder2", "octavo.models.gpt", "Starcoder2ForCausalLM"),
     "T5ForConditionalGeneration": ("t5", "octavo.models.t5", "T5ForConditionalGeneration"),
@@ -77,6 +123,10 @@ ENCODERS = {
     "Bert": ("bert", "octavo.models.bert", "BertModel"),
     "Camembert": ("camembert", "octavo.models.bert", "RobertaModel"),
     "DistilBert": ("distilbert", "octavo.models.bert", "DistilBertModel"),
+    "EuroBert": ("eurobert", "octavo.models.llama_encoders", "EuroBertModel"),
+    "Gte": ("gte", "octavo.models.bert", "GteModel"),
+    "JinaEmbeddingsV3": ("jina_embeddings_v3", "octavo.models.bert", "JinaEmbeddingsV3Model"),
+    "LlamaBidirectional": ("llama_bidirec", "octavo.models.llama_encoders", "LlamaBidirectionalModel"),
     "MPNet": ("mpnet", "octavo.models.bert", "MPNetModel"),
     "ModernBert": ("modernbert", "octavo.models.bert", "ModernBertModel"),
     "NomicBert": ("nomic_bert", "octavo.models.bert", "NomicBertModel"),
@@ -91,16 +141,34 @@ _STATE_SPACE = re.compile(
     r"mamba|jamba|zamba|bamba|rwkv|retnet|hyena|recurrent_?gemma|qwen3_?next|qwen3_?5|kimi_?linear|falcon_?h1"
     r"|nemotron_?h|minimax|moe_?hybrid|granite_?hybrid|lfm2|plamo2"
 )
+#: Likeness of relatives, at most 1, and what is added to it for names that begin with the same letters.
+_NEAR, _OF_FAMILY = 0.65, 0.3
 _SUFFIX = re.compile(r"ForCausalLM$|ForConditionalGeneration$|LMHeadModel$|Model$|For\w+Classification$|ForMaskedLM$")
 
 
 def unsupported(what: str, name: str, supported: Sequence[str]) -> UnsupportedModelError:
-    """The error for a model whose ``name`` is not ``supported``, with the reason or the nearest supported name."""
+    """The error for a model whose ``name`` is not ``supported``, with the reason or the nearest relatives."""
     reason = ": state-space layers are not supported" if _STATE_SPACE.search(name.lower()) else ""
-    stems = {_SUFFIX.sub("", other).lower(): other for other in supported}
-    near = [] if reason else difflib.get_close_matches(_SUFFIX.sub("", name).lower(), stems, n=1)
-    hint = f"; the nearest is {stems[near[0]]!r}" if near else ""
-    return UnsupportedModelError(f"{what} {name!r} is not supported{reason}; supported: {', '.join(supported)}{hint}")
+    near = [] if reason else nearest_relatives(name, supported)
+    hint = f"; the nearest {'is' if len(near) == 1 else 'are'} {', '.join(map(repr, near))}" if near else ""
+    return UnsupportedModelError(
+        f"{what} {name!r} is not supported{reason}{hint}; supported: {', '.join(supported)}; "
+        "docs/adding-a-model.md tells how to add one"
+    )
+
+
+def nearest_relatives(name: str, supported: Sequence[str]) -> list[str]:
+    """At most three supported names like ``name``, the nearest first; those of the same family count as nearer."""
+    stem = _SUFFIX.sub("", name).lower()
+    family = stem[: len(stem) - len(stem.lstrip(string.ascii_lowercase))]
+
+    def likeness(other: str) -> float:
+        other = _SUFFIX.sub("", other).lower()
+        is_family = len(family) > 2 and other.startswith(family)
+        return difflib.SequenceMatcher(None, stem, other).ratio() + _OF_FAMILY * is_family
+
+    near = [other for other in supported if likeness(other) >= _NEAR]
+    return sorted(near, key=likeness, reverse=True)[:3]
 
 
 def supported_architectures() -> list[str]:
@@ -150,16 +218,23 @@ def _entry(architecture: str) -> tuple[str, str, str]:
 
 
 def make_network(config: ModelConfig, context: LayerContext) -> Network:
-    """The network of ``config.architecture``, without weights."""
-    return network_class(config.architecture)(config, context)
+    """The network of ``config``, without weights."""
+    return network_of(config)(config, context)
+
+
+def network_of(config: ModelConfig) -> type[Network]:
+    if config.model_impl == "octavo":
+        return network_class(config.architecture)
+    network: type[Network] = import_module("octavo.models.transformers_model").TransformersForCausalLM
+    return network
 
 
 def with_head(config: ModelConfig, architecture: str, reader: ConfigReader) -> ModelConfig:
     """The configuration of a base network for an architecture with a classification head, or with no head.
 
     Vectors are by default the mean of an encoder's hidden states, as in sentence-transformers, or a decoder's last one.
-    Class scores come from an encoder's first hidden state, unless ``classifier_pooling`` says otherwise, or a decoder's
-    last one.
+    Class scores come from an encoder's first hidden state, or a decoder's last one. ``classifier_pooling`` or
+    ``pooling`` of an encoder's config.json takes their place.
     """
     head: Literal["sequence", "token"]
     if architecture.endswith("ForSequenceClassification"):
@@ -167,14 +242,11 @@ def with_head(config: ModelConfig, architecture: str, reader: ConfigReader) -> M
     elif architecture.endswith("ForTokenClassification"):
         head = "token"
     else:
-        vectors: PoolingKind = "mean" if config.is_encoder else "last"
-        return replace(config, architecture=architecture, head="none", pooler=PoolerConfig(vectors))
+        kind: PoolingKind = _named_pooling(config, reader, "pooling") or ("mean" if config.is_encoder else "last")
+        return replace(config, architecture=architecture, head="none", pooler=PoolerConfig(kind))
     labels = _labels(reader)
-    pooling: PoolingKind = "last"
-    if config.is_encoder:
-        pooling = reader.raw.get("classifier_pooling") or "cls"
-        if pooling not in ("cls", "mean"):
-            raise ConfigError(f"{reader.file}: classifier_pooling must be cls or mean, not {pooling!r}")
+    kind = "last" if find_base(architecture) in NETWORKS else "cls"
+    kind = _named_pooling(config, reader, "classifier_pooling") or _named_pooling(config, reader, "pooling") or kind
     # Softmax where one class is right, sigmoid where each may be.
     problem = reader.raw.get("problem_type")
     activation: PoolerActivation = "softmax"
@@ -182,8 +254,24 @@ def with_head(config: ModelConfig, architecture: str, reader: ConfigReader) -> M
         activation = "identity"
     elif len(labels) == 1 or problem == "multi_label_classification":
         activation = "sigmoid"
-    pooler = PoolerConfig(pooling, activation=activation)
+    pooler = PoolerConfig(kind, activation=activation)
     return replace(config, architecture=architecture, head=head, labels=labels, pooler=pooler)
+
+
+#: Poolings by their names in config.json.
+_POOLINGS: dict[object, PoolingKind] = {"avg": "mean", "bos": "cls", "cls": "cls", "last": "last", "mean": "mean"}
+
+
+def _named_pooling(config: ModelConfig, reader: ConfigReader, key: str) -> PoolingKind | None:
+    """The pooling that config.json of an encoder names under ``key``; None: it does not."""
+    named = reader.raw.get(key) if config.is_encoder else None
+    if named is None:
+        return None
+    if named not in _POOLINGS:
+        raise UnsupportedModelError(
+            f"{reader.file}: {key}={named!r} is not supported; supported: {', '.join(map(repr, _POOLINGS))}"
+        )
+    return _POOLINGS[named]
 
 
 def _labels(reader: ConfigReader) -> tuple[str, ...]:

@@ -200,7 +200,9 @@ def find_draft_source(options: EngineConfig, config: ModelConfig) -> DraftSource
             "quantization": speculation.quantization or "auto",
             "revision": speculation.revision,
         }
-        return DraftSource(options.model_copy(update=changes), speculation, folder, read_model_config(folder))
+        return DraftSource(
+            options.model_copy(update=changes), speculation, folder, read_model_config(folder, model_impl="octavo")
+        )
     assert speculation.method in ("eagle", "eagle3")
     read = read_dummy_config if dummy else read_head_config
     return DraftSource(options, speculation, folder, read(folder, speculation.method, config))
@@ -229,7 +231,8 @@ class DraftModel(WorkerDrafter):
         if options.load_format == "dummy":
             self.network = make_dummy_model(self.config, context, options.seed)
             return
-        self.network = load_model(self._source.folder, self.config, context, gguf_source(options.model))
+        gguf = gguf_source(options.model, options.revision)
+        self.network = load_model(self._source.folder, self.config, context, gguf)
 
     def describe(self) -> str:
         quantized = f", quantised to {self._context.quantization}" if self._context.quantization else ""

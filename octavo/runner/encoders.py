@@ -20,7 +20,7 @@ from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput, m
 from octavo.kernels.interface import Array, LayerCache
 from octavo.layers.attention import CrossQueries
 from octavo.models.network import Network
-from octavo.models.registry import network_class
+from octavo.models.registry import network_of
 from octavo.runner.input_batch import FlatInputs, Int64Array, StepInputs, flat_arrays, offsets_of, workspace_tables
 from octavo.runner.preparers import Preparer
 from octavo.runner.row_feature import RowContext, RowFeature
@@ -37,7 +37,7 @@ class EncoderInputPreparer(Preparer):
     def __init__(self, context: PreparerContext) -> None:
         super().__init__()
         self._config = context.config
-        self._network: type[Network] = network_class(context.config.architecture)
+        self._network: type[Network] = network_of(context.config)
 
     def prepare(self, payload: bytes) -> np.ndarray:
         source = msgspec.msgpack.decode(payload, type=EncoderInput)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.core.errors import OctavoError
@@ -32,8 +31,7 @@ class GrammarPreparer(Preparer):
 
     def __init__(self, context: PreparerContext) -> None:
         super().__init__()
-        tokenizer = context.options.tokenizer
-        self._folder = context.folder if tokenizer is None else Path(tokenizer)
+        self._folder, self._own_tokenizer = context.folder, context.options.tokenizer
         self._vocab_size, self._eos_token_ids = context.config.vocab_size, context.config.eos_token_ids
         self._samples = context.samples
         self._tokenizer: GrammarTokenizer | None = None
@@ -44,11 +42,13 @@ class GrammarPreparer(Preparer):
             return None
         # Late, so that a start does not wait for the imports.
         from octavo.grammar.matcher import GrammarTokenizer, compile_grammar
+        from octavo.loader.resolve import resolve_tokenizer
         from octavo.loader.tokenizer_files import load_backend
 
         with self._lock:
             if self._tokenizer is None:
-                backend, _ = load_backend(self._folder)
+                own = self._own_tokenizer
+                backend, _ = load_backend(self._folder if own is None else resolve_tokenizer(own))
                 self._tokenizer = GrammarTokenizer(backend, self._vocab_size, self._eos_token_ids)
         return CompiledGrammar(compile_grammar(payload.decode(), self._tokenizer), self._tokenizer)
 

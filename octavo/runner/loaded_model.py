@@ -305,7 +305,7 @@ def load_network(options: EngineConfig, config: ModelConfig, context: LayerConte
     """Reads the weights of the checkpoint; makes random ones with ``load_format="dummy"``."""
     if options.load_format == "dummy":
         return make_dummy_model(config, context, options.seed)
-    return load_model(folder, config, context, gguf_source(options.model))
+    return load_model(folder, config, context, gguf_source(options.model, options.revision))
 
 
 class StageLink(Protocol):

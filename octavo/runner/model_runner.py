@@ -77,7 +77,8 @@ class ModelRunner:
         loaded, caches = weakref.proxy(self.loaded), self._cache.network_caches
         for feature in self._features:
             feature.capture()
-        return self._kernels.capture(lambda batch: loaded.forward(batch, caches), self._largest)
+        forward = lambda batch: loaded.forward(batch, caches)  # noqa: E731
+        return self._kernels.capture(forward, self._largest) if loaded.network.is_recordable else forward
 
     def startup_facts(self) -> WorkerFacts:
         return self.loaded.startup_facts(*self._cache_bytes)

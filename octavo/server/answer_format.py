@@ -26,8 +26,8 @@ from octavo.server.http.middleware import client_of
 from octavo.server.logging import log_fields
 from octavo.server.reasoning_parsers import ReasoningParser, find_reasoning_parser, load_reasoning_parser
 from octavo.server.tool_parsers import ToolParser, find_tool_parser, load_tool_parser
+from octavo.server.tool_parsers.call_grammar import CallGrammar
 from octavo.server.tool_parsers.formats import Hermes
-from octavo.server.tool_parsers.tool_parser import CallGrammar
 
 if TYPE_CHECKING:
     from octavo.server.chat_call import RequestTools
@@ -182,7 +182,14 @@ def answer_grammar(
     """
     if calls is None or tools.choice == "none":
         return answer
-    grammar = functools.partial(CallGrammar, calls, special=special, parallel=tools.parallel, strict=tools.strict)
+
+    def grammar(schemas: Mapping[str, Mapping[str, Any]]) -> CallGrammar:
+        try:
+            return CallGrammar(calls, schemas, special, parallel=tools.parallel, strict=tools.strict)
+        except InvalidRequestError as e:
+            paths = {name: function.parameters_path for name, function in tools.functions.items()}
+            raise e.renamed(paths) from None
+
     if tools.must_call:
         return StructuredOutputsParams(grammar=grammar(tools.callable).calls())
     if answer is None and not tools.strict:
@@ -190,6 +197,8 @@ def answer_grammar(
     schemas = {name: schema if name in tools.strict else _OBJECT for name, schema in tools.callable.items()}
     if answer is not None:
         return StructuredOutputsParams(grammar=grammar(schemas).calls_or(_rule(answer)))
+    if calls.answer:
+        return StructuredOutputsParams(grammar=grammar(schemas).calls_or(r"/(.|\n)*/"))
     if calls.trigger is None:  # only the first characters of the answer tell a call from text
         return StructuredOutputsParams(grammar=grammar(schemas).calls_or(r"/([^\[{\s](.|\n)*)?/"))
     return StructuredOutputsParams(grammar=grammar(schemas).calls_in_text())

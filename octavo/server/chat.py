@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -110,6 +110,8 @@ class ChatPrompt:
     marks: ReasoningMarks | None
     #: The grammar of the answer applies after these tokens; empty: from the first token on.
     grammar_begins_after: list[int]
+    #: Text before an answer in the model's format, which the grammar writes.
+    answer_header: str = ""
 
 
 async def make_chat_prompt(service: ServerState, request: Request, call: ChatCall) -> ChatPrompt:
@@ -120,8 +122,11 @@ async def make_chat_prompt(service: ServerState, request: Request, call: ChatCal
     text = await render()
     tool_parser, call_format = _choose_tool_parser(service, call, template)
     reasoning = service.formats.reasoning_parser(template.text)
-    state, begins_after = Thinking.AFTER, list[int]()
+    if call.continues and call_format is not None:
+        call_format = replace(call_format, answer="")  # its header is in the prompt
+    state, begins_after, answer_header = Thinking.AFTER, list[int](), ""
     if reasoning is not None:
+        answer_header = "" if call.continues else reasoning.answer_header
         state = reasoning.state_after(text, continues=call.continues)
         if tools.must_call or tools.strict or call.answer_format is not None:
             text, state, begins_after = await _reason_before_grammar(
@@ -132,7 +137,7 @@ async def make_chat_prompt(service: ServerState, request: Request, call: ChatCal
     if reasoning is not None and tool_parser is not None and not begins_after:
         interrupts = tuple(dict.fromkeys((*reasoning.interrupts, *tool_parser.begins)))
     markers = tool_parser.markers if tool_parser else ()
-    markers += (reasoning.start, reasoning.end) if reasoning else ()
+    markers += (reasoning.start, reasoning.end, *reasoning.markers) if reasoning else ()
     return ChatPrompt(
         await chat_tokens(service, request, call, text),
         tool_parser,
@@ -141,6 +146,7 @@ async def make_chat_prompt(service: ServerState, request: Request, call: ChatCal
         visible_tokens(service.llm.tokenizer, markers) if markers else frozenset(),
         reasoning.marks(state is Thinking.INSIDE, interrupts) if reasoning else None,
         begins_after,
+        answer_header,
     )
 
 
@@ -180,7 +186,10 @@ async def _reason_before_grammar(
     end = service.llm.tokenizer.convert_tokens_to_ids(reasoning.end)
     if end is None:
         is_open = text.rstrip().endswith(reasoning.start)
-        return (f"{text}\n{reasoning.end}\n\n" if is_open else text), Thinking.AFTER, []
+        text = f"{text}\n{reasoning.end}\n\n" if is_open else text
+        return text.removesuffix(reasoning.turn), Thinking.AFTER, []
+    if state is Thinking.BEFORE and reasoning.is_constant:
+        state = Thinking.INSIDE
     if state is Thinking.BEFORE and call.thinks is not False:
         switches = [name for name in THINKING_VARIABLES if name in template.variables]
         turned_off = any(call.variables.get(name) is False for name in switches)
@@ -190,9 +199,9 @@ async def _reason_before_grammar(
             if reasoning.state_after(without_reasoning) is Thinking.AFTER:
                 state = Thinking.INSIDE
     if state is not Thinking.INSIDE:
-        return text, state, []
+        return text.removesuffix(reasoning.turn), state, []
     if reasoning.start not in text[-2 * len(reasoning.start) :] and not call.continues:
-        text += f"{reasoning.start}\n"
+        text += reasoning.opening or f"{reasoning.start}\n"
     return text, state, [end]
 
 
@@ -210,10 +219,11 @@ def _constrain_answer(
     grammar = answer_grammar(tools, prompt.call_format, special_tokens(service.llm.tokenizer), requested)
     if grammar is None:
         return False
-    params.structured_outputs = grammar
-    if prompt.grammar_begins_after:
-        params.structured_outputs = msgspec.structs.replace(grammar, begin_after=prompt.grammar_begins_after)
-    return grammar is not requested
+    grammar_has_tools = grammar is not requested
+    if grammar is requested:
+        grammar = msgspec.structs.replace(grammar, begin_with=prompt.answer_header)
+    params.structured_outputs = msgspec.structs.replace(grammar, begin_after=prompt.grammar_begins_after)
+    return grammar_has_tools
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -308,6 +318,7 @@ class ChatParser:
         """``decode`` decodes all tokens, special ones too: reasoning tokens are counted by their text."""
         self._reasoning, self._tools, self._decode = reasoning, tools, decode
         self.has_calls = False
+        self._counter = None if reasoning is None else reasoning.token_counter()
         #: Tokens up to the end of the reasoning, and the last of their text (None: the reasoning has ended).
         self._num_tokens = 0
         self._tail: str | None = ""
@@ -343,6 +354,12 @@ class ChatParser:
         return events
 
     def _count_tokens(self, reasoning: ReasoningParser, token_ids: Sequence[int]) -> None:
+        if self._counter is not None and self._decode is not None:
+            for token_id in token_ids:
+                was_inside = self._counter.state is Thinking.INSIDE
+                self._counter.feed(self._decode.push(token_id), False)
+                self._num_tokens += was_inside or self._counter.state is Thinking.INSIDE
+            return
         longest = max(map(len, (reasoning.end, *reasoning.interrupts)))
         for token_id in token_ids:
             if self._tail is None or self._decode is None:

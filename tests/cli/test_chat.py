@@ -212,3 +212,23 @@ def test_it_ends_where_standard_input_is_empty_or_closed(tiny_model: Path, stdin
     ended = subprocess.run(["sh", "-c", command], env=ENVIRON, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0 and ended.stdout == ""
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "expected"),
+    [
+        ({}, "", (0.7, 0.95, 0, 2048)),
+        # The model's recommendation is taken whole, as the API takes it.
+        ({"temperature": 0.6}, "", (0.6, 1.0, 0, 2048)),
+        ({"top_k": 64, "top_p": 0.9}, "", (1.0, 0.9, 64, 2048)),
+        ({"repetition_penalty": 1.1}, "", (0.7, 0.95, 0, 2048)),
+        ({"temperature": 0.6, "max_tokens": 9}, "--temperature 0.3 --top-p 0.5", (0.3, 0.5, 0, 9)),
+    ],
+)
+def test_a_models_own_sampling_is_that_of_its_conversations(
+    model: dict[str, float], flags: str, expected: tuple[float, ...]
+) -> None:
+    from octavo.cli.flags import read_sampling_params
+
+    params = read_sampling_params(chat.make_parser().read(flags.split()), chat.with_own_defaults(model))
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == expected

@@ -30,6 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (cache / "models" / f"tiny-bfloat16-{DIGEST}.lock").touch()
     (cache / "models" / f"link-bfloat16-{DIGEST}").symlink_to(tmp_path)
     monkeypatch.setenv("OCTAVO_CACHE", str(cache))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return cache
 
 
@@ -90,6 +91,7 @@ def test_a_base_model_is_said_to_be_one(
 
 def test_an_empty_cache_is_no_error(octavo: Run, capsys: Capture, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "none"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert listed(octavo, capsys) == []
     assert octavo("list") == 0
     assert not (tmp_path / "none").exists()
@@ -144,6 +146,7 @@ def test_what_pull_made_is_listed_and_removed(
     octavo: Run, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert octavo("pull", "llama-3.1-8b-shape") == 0
     folder = Path(capsys.readouterr().out.strip())
     [model] = listed(octavo, capsys)

@@ -66,7 +66,8 @@ def test_variables_may_hold_them() -> None:
         "OCTAVO_HF_OVERRIDES": "{}",
         "OCTAVO_DTYPE": "float",
     }
-    assert resolve_config({"model": "m"}, environ=environ) == EngineConfig(model="m", dtype="float32", task="generate")
+    expected = EngineConfig(model="m", dtype="float32", task="generate", trust_remote_code=True)
+    assert resolve_config({"model": "m"}, environ=environ) == expected
     with pytest.raises(ConfigError, match=r"enable_prompt_embeds must be False, not True.*OCTAVO_ENABLE_PROMPT_EMBEDS"):
         resolve_config({"model": "m"}, environ={"OCTAVO_ENABLE_PROMPT_EMBEDS": "true"})
     with pytest.raises(ConfigError, match="OCTAVO_Task"):

@@ -304,7 +304,10 @@ def test_what_is_not_finite_is_an_error_that_names_the_layer(where: str, encoder
 
 
 def test_an_encoder_refuses_what_needs_generation(encoder: Path) -> None:
-    for options in ({"enable_lora": True}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}):
+    for options in (
+        {"enable_prompt_adapter": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+    ):
         with pytest.raises(ConfigError, match="is for models that generate text"):
             LLM(str(encoder), **options)
     with pytest.raises(ConfigError, match="max_model_len \\(65\\) is longer than the model's context length"):

@@ -79,6 +79,27 @@ def gemma2() -> Any:
     )
 
 
+SHAPE = {
+    **{"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3},
+    **{"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 96},
+    **{"bos_token_id": 0, "eos_token_id": 1},
+}
+
+
+def ernie() -> Any:
+    """Neighbouring dimensions are rotated."""
+    from transformers import Ernie4_5Config
+
+    return Ernie4_5Config(**SHAPE, head_dim=16)
+
+
+def granite() -> Any:
+    """Virtual tokens are scaled as other embeddings are."""
+    from transformers import GraniteConfig
+
+    return GraniteConfig(**SHAPE, embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3)
+
+
 def peft_config(kind: str, count: int) -> Any:
     import peft
 
@@ -192,7 +213,7 @@ def test_all_kinds_in_one_batch_answer_as_peft_does(adapted: Adapted, work: list
     assert len(last) == len(adapted.kinds) + 1, "adapters that change nothing would hide errors"
 
 
-@pytest.mark.parametrize("config", [gpt2, opt, gemma2])
+@pytest.mark.parametrize("config", [gpt2, opt, gemma2, ernie, granite])
 def test_other_families_answer_as_peft_does(tmp_path: Path, config: Callable[[], Any]) -> None:
     """Learned positions, and scaled embeddings with windows."""
     adapted = Adapted(tmp_path, config(), ["long", "prefix"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -58,11 +59,18 @@ class Network:
     causal: bool = True
     #: Of a latent cache, with one KV head: how many numbers of a key are its value.
     latent: int | None = None
+    #: Whether the window, if there is one, is a chunk.
+    chunked: bool = False
+    #: Whether heads have sinks, from one that takes nearly all to one that takes nearly nothing.
+    sinks: bool = False
 
     @property
     def spec(self) -> AttentionSpec:
         slopes = tuple(2.0**-i for i in range(1, self.heads + 1)) if self.alibi else None
-        return AttentionSpec(self.head_dim**-0.5, self.window, self.soft_cap or None, slopes, self.causal, self.latent)
+        cap, chunked = self.soft_cap or None, self.chunked and self.causal and self.window is not None
+        scale = self.head_dim**-0.5
+        spec = AttentionSpec(scale, self.window, cap, slopes, self.causal, self.latent, chunked=chunked)
+        return replace(spec, sinks=np.linspace(9, -9, self.heads, dtype=np.float32)) if self.sinks else spec
 
     @property
     def heads(self) -> int:
@@ -137,7 +145,8 @@ class World:
         )
         parts_of_k = (k[:, :, : n.latent], k[:, :, n.latent :].clone()) if n.latent else (k, v)
         operations.write_op(*parts_of_k, self.cache).run(step)
-        operations.attention_op(q, self.cache, out, n.spec).run(step)
+        spec = n.spec
+        operations.attention_op(q, self.cache, out, spec).run(step)
         return list(out.split(counts))
 
     def expected(self, s: int, begin: int, end: int, after: int = 0) -> tuple[Tensor, Tensor]:
@@ -158,7 +167,13 @@ class World:
         hidden = (distance < 0) & n.causal
         if n.window is not None:
             hidden |= distance >= n.window if n.causal else distance.abs() > n.window
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+            if spec.chunked:
+                hidden |= (torch.arange(begin, end) // n.window)[:, None] != torch.arange(context)[None] // n.window
+        scores = scores.masked_fill(hidden, -math.inf)
+        if n.sinks:
+            sinks = torch.from_numpy(spec.sinks).double()
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, end - begin, 1)), -1)
+        weights = scores.softmax(-1)[..., :context]
         return torch.einsum("hqk,khd->qhd", weights, v), torch.einsum("hqk,khd->qhd", weights, v.abs())
 
 
@@ -194,6 +209,8 @@ networks = st.builds(
     window=st.one_of(st.none(), st.integers(1, 400)),
     soft_cap=st.sampled_from([0.0, 0.0, 5.0]),
     alibi=st.booleans(),
+    chunked=st.booleans(),
+    sinks=st.booleans(),
 )
 latents = st.builds(
     Network,
@@ -373,6 +390,8 @@ VARIANTS = [
     Network(group=7, kv_heads=1, head_dim=72, block_size=5),
     Network(window=37, soft_cap=4.0, alibi=True),
     Network(window=290, cache_dtype=I8, block_size=7),
+    Network(window=100, chunked=True),
+    Network(group=8, window=40, sinks=True),
     Network(group=6, kv_heads=1, head_dim=144, block_size=16, latent=128),
 ]
 

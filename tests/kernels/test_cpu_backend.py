@@ -98,6 +98,8 @@ def test_activations_see_float32_and_rows_without_an_addend_keep_their_bits(
             _cpu.activate(product.data_ptr(), 2 * inner, *arguments).run(_cpu.Step(rows))
             assert torch.equal(plain(x, None, again and again(), name), activated.to(dtype))
             gate, up = activated[:, :inner], product[:, inner:]
+            if name == "swiglu_oai":
+                up = up.clamp(-7, 7) + 1
             assert torch.equal(gated(x, None, added, name), flushed(gate * up).to(dtype))
         assert torch.equal(gated(x, None, add, name)[::2], gated(x, activation=name)[::2])
         assert torch.equal(plain(x, None, add, name)[::2], plain(x, activation=name)[::2])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from octavo.core.errors import ConfigError  # noqa: E402
 from octavo.kernels.interface import PackedExperts, PackedWeight, RoutingSpec  # noqa: E402
 from octavo.kernels.reference import ReferenceKernels  # noqa: E402
 from octavo.kernels.torch_backend import PlainExperts, sum_as_tree  # noqa: E402
+from octavo.kernels.weight_rows import GGUFRows  # noqa: E402
 from tests.kernels import torch_facade  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -54,10 +57,19 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 def routers() -> dict[str, tuple[Any, RoutingSpec]]:
     """transformers' routers of 24 experts, whose weight is the identity: their input is the logits."""
-    from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+    from transformers import (
+        DeepseekV2Config,
+        DeepseekV3Config,
+        Ernie4_5_MoeConfig,
+        MixtralConfig,
+        PhimoeConfig,
+        Qwen3MoeConfig,
+    )
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+    from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     size: dict[str, Any] = {
@@ -70,6 +82,9 @@ def routers() -> dict[str, tuple[Any, RoutingSpec]]:
     v2 = DeepseekV2Config(**size, **groups, n_routed_experts=24, topk_method="group_limited_greedy")
     v3 = DeepseekV3Config(**size, **groups, n_routed_experts=24, norm_topk_prob=True)
     limited = RoutingSpec(4, scale=2.5, num_groups=6, top_groups=2)
+    ernie = Ernie4_5_MoeConfig(hidden_size=24, moe_num_experts=24, moe_k=4, moe_norm_min=0.3)
+    # Some experts are near the best two.
+    phi = PhimoeConfig(**{**size, "num_experts_per_tok": 2}, num_local_experts=24, router_jitter_noise=0.2)
     return {
         "mixtral": (
             MixtralTopKRouter(MixtralConfig(**size, num_local_experts=24)),
@@ -81,16 +96,19 @@ def routers() -> dict[str, tuple[Any, RoutingSpec]]:
             DeepseekV3TopkRouter(v3),
             replace(limited, scoring="sigmoid", renormalize=True, best_of_group=2),
         ),
+        "ernie": (Ernie4_5_MoeTopKRouter(ernie), RoutingSpec(4, renormalize=True, least_sum=0.3)),
+        "phimoe": (PhimoeTopKRouter(phi).eval(), RoutingSpec(2, "sparsemixer", jitter=0.2)),
     }
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek-v2", "deepseek-v3", "ernie", "phimoe"])
 def test_routing_is_that_of_transformers(kernels: Any, name: str) -> None:
     router, spec = routers()[name]
     router.weight.data.copy_(torch.eye(24))
     bias = None
-    if name == "deepseek-v3":  # large enough to change the choice
-        bias = router.e_score_correction_bias.copy_(random(24, seed=3))
+    if name in ("deepseek-v3", "ernie"):  # large enough to change the choice
+        holder = router.moe_statics if name == "ernie" else router
+        bias = holder.e_score_correction_bias.data.copy_(random(24, seed=3)).flatten()
     logits = random(50, 24, seed=1) * 2
     _, weights, experts = router(logits)
     ours, our_weights = kernels.route(logits, spec, bias)
@@ -108,6 +126,14 @@ def test_of_equal_scores_the_lowest_expert_is_chosen(kernels: Any) -> None:
     assert experts.tolist() == [[1, 0], [0, 1]]
 
 
+def test_sigmoids_are_compared_by_their_logits(kernels: Any) -> None:
+    """Those of the first two are both 1."""
+    logits = torch.tensor([[20.0, 30.0, 1.0, float("-inf")], [float("-inf")] * 4])
+    experts, weights = kernels.route(logits, RoutingSpec(2, "sigmoid"))
+    assert experts[0].tolist() == [1, 0] and len(set(experts[1].tolist())) == 2
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+
+
 def test_a_shared_expert_comes_last_with_the_sigmoid_of_its_logit(kernels: Any) -> None:
     logits = torch.tensor([[0.5, 2.0, -1.0, 4.0]])
     experts, weights = kernels.route(logits, RoutingSpec(2, renormalize=True, scale=3.0, shared=1))
@@ -117,9 +143,11 @@ def test_a_shared_expert_comes_last_with_the_sigmoid_of_its_logit(kernels: Any) 
     torch.testing.assert_close(weights[0].double(), expected, atol=1e-6, rtol=0)
 
 
-def test_logits_that_are_not_numbers_stay_in_their_row(kernels: Any) -> None:
+@pytest.mark.parametrize(
+    "spec", [RoutingSpec(3, renormalize=True), RoutingSpec(3, "sigmoid"), RoutingSpec(3, "sparsemixer", jitter=0.1)]
+)
+def test_logits_that_are_not_numbers_stay_in_their_row(kernels: Any, spec: RoutingSpec) -> None:
     logits = random(3, 8, seed=1)
-    spec = RoutingSpec(3, renormalize=True)
     clean = kernels.route(logits, spec)
     broken = logits.clone()
     broken[1, 5] = float("nan")
@@ -149,12 +177,21 @@ def matrices(
     return gate_up, down
 
 
+def _packed(kernels: Any, parts: list[Tensor], quantization: str | None, **options: Any) -> Any:
+    """Quantised by the kernels, or, to MXFP4, before that."""
+    if quantization != "mxfp4":
+        return kernels.pack(parts, quantization=quantization, **options)
+    mxfp4 = gguf.GGMLQuantizationType.MXFP4
+    rows = [GGUFRows("MXFP4", gguf.quants.quantize(part.float().numpy(), mxfp4), part.shape[1], 32) for part in parts]
+    return kernels.pack(rows, **options)
+
+
 def pack(
     kernels: Any, gate_up: list[Tensor], down: list[Tensor], quantization: str | None = None, pieces: int = 1
 ) -> tuple[list[PackedWeight], list[PackedWeight]]:
     return (
-        [kernels.pack(matrix.chunk(2), quantization=quantization, gated=True) for matrix in gate_up],
-        [kernels.pack([matrix], quantization=quantization, pieces=pieces) for matrix in down],
+        [_packed(kernels, [*matrix.chunk(2)], quantization, gated=True) for matrix in gate_up],
+        [_packed(kernels, [matrix], quantization, pieces=pieces) for matrix in down],
     )
 
 
@@ -207,7 +244,63 @@ def test_experts_against_float64(
     torch.testing.assert_close(without.double(), expected - add.double(), atol=near, rtol=0)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_may_be_factors_of_the_inputs(kernels: Any, dtype: torch.dtype) -> None:
+    gate_up, down = matrices(40, [24] * 5, dtype)
+    arguments = rows(33, 40, 5, 2, dtype)
+    x, chosen, weights, add = arguments
+    found = run(kernels.pack_experts(*pack(kernels, gate_up, down), weighs_input=True), arguments)
+    expected = add.double()
+    for slot in range(2):
+        scaled = (x.float() * weights[:, slot, None]).to(dtype)
+        one = in_float64(scaled, chosen[:, slot, None], torch.ones(33, 1), torch.zeros(33, 40), gate_up, down)
+        expected += one
+    torch.testing.assert_close(found.double(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_experts_with_biases_and_a_clamped_activation(cpu: Any, quantization: str | None) -> None:
+    """And in the company of fewer rows, to the same bits."""
+    gate_up, down = matrices(96, [72] * 5)
+    biases = [10 * random(144, seed=50 + i) for i in range(5)]  # beyond the clamps
+    packed = [
+        cpu.pack(matrix.chunk(2), bias, quantization=quantization, gated=True)
+        for matrix, bias in zip(gate_up, biases, strict=True)
+    ]
+    packed_down = [cpu.pack([matrix], quantization=quantization) for matrix in down]
+    experts = cpu.pack_experts(packed, packed_down, activation="swiglu_oai")
+    arguments = x, chosen, weights, add = rows(33, 96, 5, 2)
+    expected = add.double()
+    for row, slot in product(range(33), range(2)):
+        expert = chosen[row, slot]
+        gate, up = (gate_up[expert].double() @ x[row].double() + biases[expert]).chunk(2)
+        inner = gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1)
+        expected[row] += weights[row, slot].double() * (down[expert].double() @ inner)
+    found = run(experts, arguments)
+    near = 1e-4 if quantization is None else 0.02 * float(expected.std())
+    assert float((found - expected).square().mean().sqrt()) < near
+    assert torch.equal(run(experts, arguments, slice(7, 9)), found[7:9])
+    plain = PlainExperts(packed, packed_down, "swiglu_oai")
+    torch.testing.assert_close(found, run(plain, arguments), atol=1e-4, rtol=0)
+
+
+def test_biases_of_experts_are_weighted(kernels: Any) -> None:
+    _, chosen, weights, add = rows(9, 37, 6, 3)
+    bias = random(6, 37, seed=5)
+    expected = add.double() + torch.einsum("ts,tsn->tn", weights.double(), bias[chosen.long()].double())
+    found = kernels.add_expert_bias(add.clone(), chosen, weights, bias)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    assert torch.equal(kernels.add_expert_bias(add[4:5].clone(), chosen[4:5], weights[4:5], bias)[0], found[4])
+
+
+def test_a_bias_in_down_is_refused(cpu: Any) -> None:
+    gate_up, down = pack(cpu, *matrices(16, [8] * 2))
+    down[0] = cpu.pack([random(16, 8, seed=1)], random(16, seed=2))
+    with pytest.raises(ValueError, match="add no bias"):
+        cpu.pack_experts(gate_up, down)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "mxfp4"])
 def test_quantised_experts_are_the_same_on_every_instruction_set_of_integers(cpu: Any, quantization: str) -> None:
     packed = cpu.pack_experts(*pack(cpu, *matrices(96, [64] * 5), quantization=quantization))
     arguments, floats, results = rows(70, 96, 5, 2), _cpu.float_isa(), []
@@ -217,7 +310,7 @@ def test_quantised_experts_are_the_same_on_every_instruction_set_of_integers(cpu
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "mxfp4"])
 def test_quantised_experts_are_the_products_of_quantised_weights(cpu: Any, quantization: str) -> None:
     gate_up, down = pack(cpu, *matrices(96, [64] * 5), quantization=quantization)
     arguments = rows(21, 96, 5, 2)
@@ -225,7 +318,10 @@ def test_quantised_experts_are_the_products_of_quantised_weights(cpu: Any, quant
     torch.testing.assert_close(found, run(PlainExperts(gate_up, down), arguments), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, "int4")])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, "int4"), (torch.bfloat16, "mxfp4")],
+)
 def test_neither_company_nor_threads_nor_blocks_change_a_row(
     cpu: Any, dtype: torch.dtype, quantization: str | None
 ) -> None:

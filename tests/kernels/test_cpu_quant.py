@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,13 +18,17 @@ _cpu: Any = pytest.importorskip("octavo._cpu", reason="the CPU kernels are not b
 
 from octavo.core.errors import ConfigError, WeightError  # noqa: E402
 from octavo.kernels.cpu.linear import KEPT_TYPES, Codes, CpuQuantizedWeight, gguf_weight, quantize_weight  # noqa: E402
+from octavo.kernels.interface import Activation  # noqa: E402
 from octavo.kernels.torch_backend import from_torch  # noqa: E402
 from octavo.kernels.weight_rows import GGUFRows  # noqa: E402
 from tests.kernels import torch_facade  # noqa: E402
-from tests.kernels.quantized_codes import dequantize_codes  # noqa: E402
+from tests.kernels.quantized_codes import E2M1_DOUBLED, dequantize_codes  # noqa: E402
 
 #: Values of K that share a scale; of q8_channel any K will do.
-GROUPS = {"q8_channel": 1, "q8_32": 32, "q8_128": 128, "q4_32": 32, "q4_128": 128, "q4_1": 32, "q4_k": 256}
+GROUPS = {
+    **{"q8_channel": 1, "q8_32": 32, "q8_128": 128, "q4_32": 32, "q4_128": 128, "q4_1": 32, "q4_k": 256},
+    "mxfp4": 32,
+}
 FORMATS = tuple(GROUPS)
 
 KERNELS: Any = torch_facade.make_kernels()
@@ -62,6 +66,8 @@ def random_weight(kind: str, n: int, blocks: int, seed: int = 0) -> Codes:
     codes = numbers.astype(np.int8 if eight else np.uint8)
     if kind == "q8_channel":
         return Codes(kind, codes, random.standard_normal(n).astype(np.float32))
+    if kind == "mxfp4":
+        return Codes(kind, codes, random.integers(112, 136, (n, blocks)).astype(np.uint8))
     scales, minima = (random.standard_normal((n, blocks)).astype(np.float16) for _ in range(2))
     six_bits = [random.integers(0, 64, (n, k // 32)).astype(np.uint8) for _ in range(2)]
     return Codes(
@@ -89,6 +95,8 @@ def expected(weight: Codes, x: Tensor) -> np.ndarray:
 def exact_weights(weight: Codes) -> np.ndarray:
     """The weights in float64."""
     n, k = weight.codes.shape
+    if weight.format == "mxfp4":
+        return dequantize_codes(weight).astype(np.float64)
     codes = weight.codes.astype(np.float64)
     scales = weight.scales.astype(np.float64).reshape(n, -1)
     scales = np.repeat(scales, k // scales.shape[1], axis=1)
@@ -161,6 +169,26 @@ def test_integer_sums_of_4_bits_are_exact_at_the_extremes(isa: str, kind: str, c
         assert torch.equal(run(pack_quantized([weight]), x), torch.full((5, 17), k * (code - 8) * 127.0 * sign))
 
 
+@pytest.mark.parametrize("code", [7, 8, 15])
+def test_integer_sums_of_mxfp4_are_exact_at_the_extremes(isa: str, code: int) -> None:
+    k = 256
+    weight = Codes("mxfp4", np.full((17, k), code, np.uint8), np.full((17, k // 32), 128, np.uint8))
+    for sign in (1.0, -1.0):
+        x = torch.full((5, k), 127.0 * sign)
+        want = k * float(E2M1_DOUBLED[code]) * 127.0 * sign
+        assert torch.equal(run(pack_quantized([weight]), x), torch.full((5, 17), want))
+
+
+def test_scales_of_mxfp4_below_the_least_normal_number_count_as_zero(isa: str) -> None:
+    scales = np.array([[0, 1, 2, 3, 4, 127, 240]], np.uint8).repeat(3, 0)
+    weight = Codes("mxfp4", np.full((3, 7 * 32), 2, np.uint8), scales)  # each code is 1, doubled 2
+    for block, scale in enumerate(scales[0].tolist()):
+        x = torch.zeros(1, 7 * 32)
+        x[0, 32 * block] = 127.0
+        want = 0.0 if scale < 2 else 127.0 * 2.0 ** (scale - 127)
+        assert run(pack_quantized([weight]), x).tolist() == [[want] * 3]
+
+
 def test_integer_sums_are_exact(isa: str) -> None:
     """Activations that are their own codes, and scales of one: the result is an integer product."""
     random = np.random.default_rng(3)
@@ -204,7 +232,7 @@ def test_a_few_rows_are_those_of_a_batch_however_many_panels_a_thread_has(isa: s
         assert torch.equal(gated(x[rows], torch.bfloat16, None, "silu"), whole[1][rows])
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "quick_gelu", "relu"])
+@pytest.mark.parametrize("activation", [None, *get_args(Activation)])
 @pytest.mark.parametrize("floats", _cpu.available_isas().floats)
 def test_which_instruction_set_of_integers_computes_does_not_show(floats: str, activation: str | None) -> None:
     """Nor in what becomes of the sums: bias, residual, activation, and the product of gate and up."""
@@ -284,9 +312,19 @@ def test_gguf_blocks_keep_their_values(kind: str) -> None:
     random = np.random.default_rng(0)
     rows = random.integers(0, 256, (9, 3 * size), dtype=np.uint8)
     for start in range(0, rows.shape[1], size):  # scales that are numbers
-        halves = 1 if kind in ("Q8_0", "Q4_0") else 2
-        rows[:, start : start + 2 * halves] = random.standard_normal((9, halves)).astype(np.float16).view(np.uint8)
-    values = dequantize(rows, GGMLQuantizationType[kind])
+        if kind == "MXFP4":
+            rows[:, start] = random.integers(110, 140, 9)
+            continue
+        halves = 2 if kind in ("Q4_1", "Q4_K") else 1
+        at = start + {"TQ1_0": 52, "TQ2_0": 64}.get(kind, 0)
+        rows[:, at : at + 2 * halves] = random.standard_normal((9, halves)).astype(np.float16).view(np.uint8)
+    if kind == "Q1_0":  # the library has no decoder for it: a bit is the sign of a block's scale
+        blocks = rows.reshape(9, 3, size)
+        bits = np.unpackbits(blocks[..., 2:], axis=2, bitorder="little")
+        scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)
+        values = np.where(bits == 1, scales, -scales).astype(np.float32).reshape(9, -1)
+    else:
+        values = dequantize(rows, GGMLQuantizationType[kind])
     weight = gguf_weight(kind, rows, 3 * block)
     assert np.array_equal(dequantize_codes(weight), values)
     assert np.allclose(exact_weights(weight), values, rtol=1e-6, atol=1e-6)

@@ -30,6 +30,7 @@ BLOCKS = {
     "Q4_1": (20, 32, [0, 2]),
     "Q4_K": (144, 256, [0, 2]),
     "IQ4_NL": (18, 32, [0]),
+    "MXFP4": (17, 32, []),
     "Q6_K": (210, 256, [208]),
 }
 
@@ -39,6 +40,8 @@ def blocks(kind: str, columns: int = 512) -> GGUFRows:
     size, values, scales = BLOCKS[kind]
     random = np.random.default_rng(3)
     rows = random.integers(0, 256, (ROWS, columns // values, size), dtype=np.uint8)
+    if kind == "MXFP4":
+        rows[..., 0] = random.integers(110, 130, rows.shape[:2])
     for start in scales:
         halves = (random.random((ROWS, columns // values, 1)) / 50).astype(np.float16)
         rows[..., start : start + 2] = halves.view(np.uint8)

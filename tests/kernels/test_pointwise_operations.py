@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.kernels.interface import AttentionTemperature, Xielu
 from octavo.kernels.reference import ReferenceKernels
 from tests.kernels import torch_facade
 
@@ -74,6 +75,68 @@ def test_soft_cap(kernels: Any) -> None:
     x = torch.tensor([[-1e30, -40.0, -1e-3, 0.0, 2.0, 25.0, 80.0, float("inf")]]).repeat(3, 5)
     expected = 30 * torch.tanh(x.double() / 30)
     torch.testing.assert_close(kernels.soft_cap(x.clone(), 30.0).double(), expected, rtol=1e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamp(kernels: Any, dtype: torch.dtype) -> None:
+    """Of some columns, in place; NaN stays."""
+    x = (3 * torch.randn(5, 40)).to(dtype)
+    x[2, 7] = float("nan")
+    expected = x.clone()
+    expected[:, 3:37] = x[:, 3:37].clamp(-1.5, 1.5)
+    kernels.clamp(x[:, 3:37], 1.5)
+    assert torch.equal(x.nan_to_num(9.0), expected.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_with_a_weight_for_each_head(kernels: Any, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 4, 36), torch.randn(2, 36)
+    heads = x[:, 1:3]
+    expected = F.rms_norm(heads.double(), (36,), None, 1e-5) * weight.double()
+    assert_near(kernels.rms_norm(heads, weight, 1e-5, out_dtype=dtype), expected, dtype)
+    expected = F.layer_norm(heads.double(), (36,), None, None, 1e-5) * weight.double()
+    assert_near(kernels.layer_norm(heads, weight, None, 1e-5, out_dtype=dtype), expected, dtype)
+
+
+def test_scale(kernels: Any) -> None:
+    x = torch.randn(3, 45)
+    assert torch.equal(kernels.scale(x.clone(), 0.3), x * 0.3)
+
+
+def test_xielu(kernels: Any) -> None:
+    """Near 0 on the negative side, the function is a difference of nearly equal numbers."""
+    x = torch.tensor([[-1e30, -90.0, -1.01, -0.99, -1e-3, -1e-6, -1e-7, 0.0, 1e-7, 2.0, 25.0]]).repeat(3, 5)
+    positive, negative, beta, eps = 1.3, 0.9, 0.5, -1e-6
+    wide = x.double()
+    below = (torch.expm1(wide.clamp(max=eps)) - wide) * negative + beta * wide
+    expected = torch.where(wide > 0, positive * wide * wide + beta * wide, below)
+    found = kernels.xielu(x.clone(), Xielu(positive, negative, beta, eps)).double()
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_are_scaled_by_their_positions(kernels: Any, dtype: torch.dtype) -> None:
+    rows, positions = torch.randn(6, 5, 24).to(dtype), torch.tensor([0, 6, 7, 8, 100, 4095])
+    for offset in (0, 1):
+        periods = torch.div(positions + offset, 8, rounding_mode="floor").double()
+        expected = rows[:, 1:4].double() * (1 + 0.1 * torch.log(1 + periods))[:, None, None]
+        queries = rows.clone()[:, 1:4]
+        found = kernels.scale_queries(queries, positions, AttentionTemperature(0.1, 8, offset))
+        assert_near(found, expected, dtype)
+        assert torch.equal(found[:1], rows[:1, 1:4]), "a factor of 1 changes no bit"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_without_a_cache(kernels: Any, dtype: torch.dtype) -> None:
+    rows, positions = torch.randn(4, 5, 24).to(dtype), torch.tensor([3, 0, 7, 2])
+    angles = torch.rand(8, 8).double()
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).float()  # 16 of 24 dimensions
+    wide, cos, sin = rows.double(), angles.cos()[positions][:, None], angles.sin()[positions][:, None]
+    first, second = wide[..., :8], wide[..., 8:16]
+    expected = torch.cat((first * cos - second * sin, second * cos + first * sin, wide[..., 16:]), dim=-1)
+    q, k = kernels.rotary(rows.clone()[:, :3], rows.clone()[:, 3:], positions, table)
+    assert_near(q.contiguous(), expected[:, :3], dtype)
+    assert_near(k.contiguous(), expected[:, 3:], dtype)
 
 
 def test_products_of_a_float32_stream_with_narrow_weights(kernels: Any) -> None:

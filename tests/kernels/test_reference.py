@@ -47,11 +47,13 @@ class Case:
     soft_cap: float | None = None
     alibi: bool = False
     causal: bool = True
+    #: Whether the window, if there is one, is a chunk.
+    chunked: bool = False
 
     def spec(self, scale: float) -> AttentionSpec:
         """With a slope for each head, or none."""
         slopes = tuple(2.0**-i for i in range(self.kv_heads * self.group)) if self.alibi else None
-        return AttentionSpec(scale, self.window, self.soft_cap, slopes, self.causal)
+        return AttentionSpec(scale, self.window, self.soft_cap, slopes, self.causal, chunked=self.chunked)
 
 
 @st.composite
@@ -69,7 +71,8 @@ def cases(draw: st.DrawFn) -> Case:
         after=draw(st.integers(0, 6)),
         soft_cap=draw(st.none() | st.just(1.5)),
         alibi=draw(st.booleans()),
-        causal=draw(st.booleans()),
+        causal=(causal := draw(st.booleans())),
+        chunked=causal and draw(st.booleans()),
     )
 
 
@@ -130,7 +133,8 @@ def attend(case: Case, step: Step, scale: float) -> Floats:
             distance = context - position
             window = len(k) if case.window is None else case.window
             if case.causal:
-                seen = context[(distance <= 0) & (distance > -window)]
+                oldest = position // window * window if case.chunked else position - window + 1
+                seen = context[(distance <= 0) & (context >= oldest)]
             else:
                 seen = context[np.abs(distance) <= window]
             for head in range(q.shape[1]):

@@ -67,6 +67,9 @@ def random_blocks(rng: np.random.Generator, kind: Q, rows: int, columns: int) ->
         pass
     block, size = gguf.GGML_QUANT_SIZES[kind]
     data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    if kind == Q.IQ1_M:  # a float16 scale in the high halves of four words
+        data[:, :, 55] = data[:, :, 55] & 0x0F | 0x30
+        return data.reshape(rows, -1)
     scales = {Q.Q4_K: [0, 2], Q.Q5_K: [0, 2], Q.Q6_K: [208], Q.Q2_K: [80, 82], Q.Q3_K: [108]}.get(kind, [0])
     for at in scales:
         data[:, :, at : at + 2] = rng.standard_normal((rows, columns // block, 1)).astype(np.float16).view(np.uint8)

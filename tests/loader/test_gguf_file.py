@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import gguf
 import numpy as np
@@ -13,7 +16,10 @@ import transformers
 from gguf import GGMLQuantizationType as Q
 
 from octavo.core.errors import OctavoError, TokenizerError, UnsupportedModelError, WeightError
-from octavo.loader.gguf_config import write_gguf_folder
+from octavo.core.model_config import ModelConfig
+from octavo.kernels.reference import ReferenceKernels
+from octavo.layers.rope import RotaryTable
+from octavo.loader.gguf_config import generation_config, write_gguf_folder
 from octavo.loader.gguf_file import GGUFFile, llama3_parameters
 from octavo.models.config_files import default_sampling, read_model_config
 from tests.loader.conftest import tensors_of, values_of, write_folder
@@ -35,6 +41,17 @@ KINDS = [
     Q.Q6_K,
     Q.IQ4_NL,
     Q.IQ4_XS,
+    Q.IQ1_S,
+    Q.IQ1_M,
+    Q.IQ2_XXS,
+    Q.IQ2_XS,
+    Q.IQ2_S,
+    Q.IQ3_XXS,
+    Q.IQ3_S,
+    Q.TQ1_0,
+    Q.TQ2_0,
+    Q.MXFP4,
+    Q.NVFP4,
 ]
 
 
@@ -166,7 +183,8 @@ def test_published_llama3_tables_are_recognised(parameters: tuple[float, int, fl
         else:
             smooth = (original / wavelength - 1) / (high - 1)
             table.append(1 / ((1 - smooth) / factor + smooth))
-    found = llama3_parameters(np.array(table, np.float32).astype(np.float64), theta, head, "x")
+    found = llama3_parameters(np.array(table, np.float32).astype(np.float64), theta)
+    assert found is not None
     assert (found["factor"], found["high_freq_factor"], found["original_max_position_embeddings"]) == (
         factor,
         high,
@@ -175,10 +193,32 @@ def test_published_llama3_tables_are_recognised(parameters: tuple[float, int, fl
     assert found["low_freq_factor"] == 1.0
 
 
-@pytest.mark.parametrize("table", [[1.0, 2.0, 3.0, 4.0], [1.0, np.nan, 8.0, 8.0], [0.5] * 4, [1.0] * 3, [-1.0] * 4])
-def test_other_rope_tables_are_refused(table: list[float]) -> None:
-    with pytest.raises(UnsupportedModelError, match="rope_freqs"):
-        llama3_parameters(np.array(table), 10000.0, 8, "x")
+def rope_table(writer: gguf.GGUFWriter, factors: list[float]) -> None:
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+
+
+@pytest.mark.parametrize("factors", [[1.0, 1.5, 3.25, 4.0, 7.0, 7.0, 8.0, 9.0], [0.5] * 8])
+def test_a_rope_table_of_any_values_is_used_as_it_is(tmp_path: Path, export_gguf: Any, factors: list[float]) -> None:
+    export_gguf(hf_model("llama"), tmp_path / "m.gguf", "llama", edit=partial(rope_table, factors=factors))
+    folder = write_folder(tmp_path / "m.gguf")
+    config = read_model_config(folder)
+    plain = replace(config, rope=replace(config.rope, rope_type="default"))
+    ours, theirs = (rotary_frequencies(each) for each in (config, plain))
+    assert np.allclose(ours * np.array(factors, np.float32), theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize("factors", [[1.0, np.nan, *[8.0] * 6], [1.0] * 7, [-1.0] * 8])
+def test_a_rope_table_without_sense_is_refused(tmp_path: Path, export_gguf: Any, factors: list[float]) -> None:
+    export_gguf(hf_model("llama"), tmp_path / "m.gguf", "llama", edit=partial(rope_table, factors=factors))
+    with pytest.raises(WeightError, match=r"'rope_freqs\.weight' must hold 8 positive numbers"):
+        write_folder(tmp_path / "m.gguf")
+
+
+def rotary_frequencies(config: ModelConfig) -> np.ndarray:
+    """Angles from position 0 to position 1."""
+    table = RotaryTable(config, ReferenceKernels(), 2).array.numpy()
+    half = table.shape[1] // 2
+    return np.arctan2(table[1, half:], table[1, :half])
 
 
 @pytest.mark.parametrize(
@@ -198,6 +238,20 @@ def test_other_rope_tables_are_refused(table: list[float]) -> None:
             },
             {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
         ),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 32,
+                "llama.rope.scaling.yarn_beta_fast": 16.0,
+                "llama.rope.scaling.yarn_attn_factor": 1.25,
+                "llama.an.unknown.key": 7,
+            },
+            {
+                **{"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+                **{"beta_fast": 16.0, "attention_factor": 1.25},
+            },
+        ),
     ],
 )
 def test_rope_settings(tmp_path: Path, tiny_llama: Any, keys: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -215,6 +269,11 @@ def test_generation_config_names_every_token_that_ends_an_answer(tmp_path: Path,
     export_gguf(hf_model("llama"), tmp_path / "m.gguf", "llama", edit=lambda w: w.add_eot_token_id(5))
     content = json.loads((write_folder(tmp_path / "m.gguf") / "generation_config.json").read_text())
     assert content == {"bos_token_id": 0, "eos_token_id": [1, 5]}
+
+
+def test_a_call_ends_an_answer_of_gpt_oss() -> None:
+    keys: Any = {"tokenizer.ggml.tokens": ["a", "<|return|>", "<|call|>"], "tokenizer.ggml.eos_token_id": 1}
+    assert generation_config(cast(GGUFFile, SimpleNamespace(metadata=keys)))["eos_token_id"] == [1, 2]
 
 
 def test_generation_config_has_the_sampling_keys_of_the_file(tmp_path: Path, tiny_llama: Any) -> None:
@@ -257,9 +316,9 @@ def test_the_file_type_is_told(tmp_path: Path, tiny_llama: Any) -> None:
         ({"llama.attention.value_length": 32}, "key and value heads"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
         ({"llama.attention.head_count_kv": [2, 4]}, "differs between layers"),
-        ({"general.architecture": "starcoder2"}, "'starcoder2' is not supported; supported: llama, .*gemma3"),
+        ({"general.architecture": "mpt"}, "'mpt' is not supported; supported: llama, .*gemma3"),
         ({"general.architecture": "mamba"}, "GGUF architecture 'mamba' is not supported: state-space layers are not"),
-        ({"general.architecture": "phi2"}, "'phi2' is not supported; .*; the nearest is 'phi3'"),
+        ({"general.architecture": "starcoder"}, "'starcoder' is not supported; the nearest is 'starcoder2'"),
     ],
 )
 def test_unsupported_settings_are_refused(tmp_path: Path, tiny_llama: Any, keys: dict[str, Any], message: str) -> None:
@@ -268,9 +327,19 @@ def test_unsupported_settings_are_refused(tmp_path: Path, tiny_llama: Any, keys:
 
 
 def test_an_unsupported_tensor_type_is_refused_by_name(tmp_path: Path, tiny_llama: Any) -> None:
-    odd = (np.zeros((256, 256 // 256 * 74), np.uint8), Q.IQ2_XS)
-    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_q\.weight.*IQ2_XS"):
+    odd = (np.zeros((256, 256 // 256 * 292), np.uint8), Q.Q8_K)
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_q\.weight.*Q8_K"):
         read(tiny_llama(tmp_path / "m.gguf", tensors={"blk.0.attn_q.weight": odd}))
+
+
+def test_an_unknown_tensor_type_is_refused_by_name(tmp_path: Path, tiny_llama: Any) -> None:
+    path = tiny_llama(tmp_path / "m.gguf")
+    content = bytearray(path.read_bytes())
+    type_at = content.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 2 * 8
+    content[type_at] = 99
+    path.write_bytes(content)
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_q\.weight' has type 99.*pip install -U gguf"):
+        GGUFFile(path)
 
 
 def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path, tiny_llama: Any) -> None:

@@ -51,7 +51,7 @@ def test_values_have_the_bits_of_the_gguf_package(compiled: bool, monkeypatch: p
     if not compiled:
         monkeypatch.setattr(gguf_rows, "_compiled", lambda: None)
     rng = np.random.default_rng(0)
-    for kind in SUPPORTED_TYPES:
+    for kind in SUPPORTED_TYPES - {Q.Q1_0}:  # the package has no decoder for that one
         rows = random_blocks(rng, kind, 77, 2048)
         wanted = np.array(gguf.quants.dequantize(rows, kind))
         assert np.array_equal(dequantize(kind.name, rows).view(np.int32), wanted.view(np.int32)), kind.name

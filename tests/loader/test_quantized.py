@@ -18,12 +18,15 @@ from torch import Tensor
 
 from octavo import LLM, SamplingParams
 from octavo.config.engine_config import make_config
-from octavo.core.dtypes import DType
+from octavo.core.dtypes import DType, Stored
 from octavo.core.errors import ConfigError, OctavoError, WeightError
 from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.weight_rows import GGUFRows, to_values
 from octavo.layers.layer import LayerContext
+from octavo.loader.quantized import with_unpacking
 from octavo.loader.resolve import weight_quantization
 from octavo.loader.weights import check_model, load_model
+from octavo.models.checkpoint import has_values, without_values
 from octavo.models.config_files import ConfigReader, read_model_config, read_quantization
 from tests import quantized_checkpoints as packers
 from tests.quantized_checkpoints import Packer, write
@@ -122,6 +125,7 @@ CASES = {
     ),
     "fp8 blocks": Case(BLOCKS, partial(packers.fp8, block=(48, 80), name="weight_scale_inv"), None),
     "fp8 matrices": Case({"quant_method": "fp8"}, partial(packers.fp8, block=None, name="weight_scale"), None),
+    "mxfp4": Case({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, packers.mxfp4, "mxfp4"),
 }
 
 
@@ -238,6 +242,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], Case, tuple[str, ...]]] = {
     "transposed": ("GPT2", GPT2, gptq(4, 64, "gptq-int4")._replace(pack=conv1d), ("wte", "wpe")),
     "fused": ("Phi3", SHAPE, CASES["packed zeros"]._replace(format="compressed-tensors-int4"), ()),
     "experts": ("Mixtral", MIXTRAL, CASES["awq bfloat16 scales"]._replace(format="awq-int4"), ROUTERS),
+    "experts of mxfp4": ("Mixtral", MIXTRAL, CASES["mxfp4"], ROUTERS),
     "latent attention": ("DeepseekV3", DEEPSEEK, CASES["fp8 blocks"], ROUTERS),
 }
 
@@ -269,6 +274,31 @@ def test_other_layouts_of_networks(name: str, tmp_path: Path) -> None:
         differences = [abs(logprob.logprob - float(wanted[token])) for token, logprob in found[0].items()]
         assert max(differences) < tolerance
         assert (max(differences) > 1e-3) == (format is not None)
+
+
+def test_stacks_of_experts_come_one_by_one() -> None:
+    """Of mxfp4, in the checkpoint's own bits or dequantised, and their shapes where only headers are read."""
+    weight = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
+    parts, values = packers.mxfp4(weight)
+    stacks = {
+        f"mlp.experts.down_proj{part}": tensor.numpy().reshape(2, 3, *tensor.shape[1:])
+        for part, tensor in parts.items()
+    }
+    stored = {name: Stored("U8", stack.shape, 0) for name, stack in stacks.items()}
+    quantization = read_quantization(ConfigReader({"quant_method": "mxfp4"}, Path("config.json")))
+    assert quantization is not None
+    for keep in (True, False):
+        (unpack,) = with_unpacking([], quantization, stored, {}, DType.BFLOAT16, lambda _: keep)  # noqa: B023
+        matrices = dict(unpack.apply(iter([("norm", weight[0]), *stacks.items()]), {}))
+        assert [*matrices] == ["norm", "mlp.experts.0.down_proj.weight", "mlp.experts.1.down_proj.weight"]
+        for index in range(2):
+            matrix = matrices[f"mlp.experts.{index}.down_proj.weight"]
+            assert isinstance(matrix, GGUFRows) == keep
+            assert np.array_equal(to_values(matrix), values[3 * index : 3 * index + 3])
+    without = [(name, without_values(stack.shape, np.uint8)) for name, stack in stacks.items()]
+    headers = [*unpack.apply(iter(without), {})]
+    assert [matrix.shape for _, matrix in headers] == [(3, 64), (3, 64)]
+    assert not any(isinstance(matrix, np.ndarray) and has_values(matrix) for _, matrix in headers)
 
 
 def test_groups_as_they_are_give_the_same_bits_in_any_company(source: Path, tmp_path: Path) -> None:
@@ -306,6 +336,18 @@ def narrow(tensors: dict[str, Tensor]) -> None:
         ("int8", lambda t: t.pop(f"{Q}.weight_scale"), "lacks weight_scale"),
         ("fp8 blocks", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(2, 2)}), "expected [3, 2]"),
         ("fp8 blocks", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float()}), "is of type F32; expected F8"),
+        ("mxfp4", lambda t: t.pop(f"{Q}_scales"), f"lacks '{Q}_scales'"),
+        (
+            "mxfp4",
+            lambda t: t.update({f"{Q}_blocks": t[f"{Q}_blocks"].flatten(1)}),
+            "expected [outputs, inputs / 32, 16",
+        ),
+        (
+            "mxfp4",
+            lambda t: t.update({f"{Q}_scales": t[f"{Q}_scales"][:8]}),
+            "_scales has shape [8, 4]; expected [128, 4]",
+        ),
+        ("mxfp4", lambda t: t[f"{Q}_scales"].fill_(255), "a scale of MXFP4 weights is 255"),
     ],
 )
 def test_what_does_not_fit_is_named(

@@ -133,12 +133,6 @@ def test_a_misspelt_path_gets_the_nearest_one(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "model-q5.gguf"))
 
 
-@pytest.mark.parametrize("prefix", ["", "hf.co/"])
-def test_a_gguf_file_of_the_hub_by_its_kind_says_what_to_do(prefix: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"hf download owner/name-GGUF --include '\*Q8_0\*\.gguf'"):
-        resolve_model(f"{prefix}owner/name-GGUF:Q8_0")
-
-
 @pytest.mark.parametrize("name", ["", "qwertyuiop", "a" * 9000, "a\0b"])
 def test_the_error_for_an_unknown_name_lists_what_is_accepted(name: str) -> None:
     with pytest.raises(ModelNotFoundError, match=r"config\.json.*\.gguf.*hub id.*smollm2-135m"):

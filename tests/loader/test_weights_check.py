@@ -72,13 +72,24 @@ def load(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"vocab_size": 300}, r"'model\.embed_tokens\.weight' .*\[258, 32\], expected \[300, 32\].*vocab_size = 300"),
+        (
+            {"vocab_size": 300},
+            r"'model\.embed_tokens\.weight' .*\[258, 32\], expected \[300, 32\].*vocab_size = 300, the tensor 258",
+        ),
         (
             {"intermediate_size": 96},
-            r"'model\.layers\.\d\.mlp\..* expected .*96.*config\.json has intermediate_size = 96",
+            r"'model\.layers\.\d\.mlp\..* expected .*96.*config\.json has intermediate_size = 96, the tensor 64",
         ),
-        ({"num_hidden_layers": 1}, r"'model\.layers\.1\..*belongs to no layer of this network"),
-        ({"num_hidden_layers": 3}, r"lacks the tensors model\.layers\.2\.input_layernorm\.weight"),
+        (
+            {"num_hidden_layers": 1},
+            r"'model\.layers\.1\..*belongs to no layer of this network: config\.json has num_hidden_layers = 1, but "
+            r"the checkpoint has 2 layers \(the last is model\.layers\.1\)",
+        ),
+        (
+            {"num_hidden_layers": 3},
+            r"lacks the tensors model\.layers\.2\.input_layernorm\.weight.*: config\.json has num_hidden_layers = 3, "
+            r"but the checkpoint has 2 layers",
+        ),
     ],
 )
 def test_a_config_that_contradicts_the_weights_is_refused_before_one_is_read(
@@ -86,6 +97,19 @@ def test_a_config_that_contradicts_the_weights_is_refused_before_one_is_read(
 ) -> None:
     with pytest.raises(WeightError, match=says):
         load(folder, **changes)
+
+
+@pytest.mark.parametrize("written", ["F4", "I5"])
+def test_a_type_that_is_not_read_is_named_with_its_tensor(written: str, tmp_path: Path) -> None:
+    """A type of safetensors, and one that it does not know."""
+    entry = {"dtype": written, "shape": [16, 16], "data_offsets": [0, 128]}
+    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    (tmp_path / ONE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(128))
+    small = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = small | {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 1, "max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightError, match=rf"tensor 'model\.embed_tokens\.weight' is of type {written}[;,]"):
+        load(tmp_path)
 
 
 def test_a_file_that_is_cut_off_is_refused_before_a_weight_of_another_is_read(folder: Path) -> None:
@@ -116,7 +140,7 @@ def test_every_problem_is_named_with_its_tensor(folder: Path) -> None:
     assert found == {
         f"{at}0.mlp.up_proj.weight": "2 of 2048 values are infinite or not a number",
         f"{at}1.mlp.down_proj.weight": "does not fit: its shape is [32, 63], expected [32, 64]: "
-        "config.json has intermediate_size = 64",
+        "config.json has intermediate_size = 64, the tensor 63",
         f"{at}1.self_attn.q_proj.weight": "is missing",
     }
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 
 from octavo import LLM, SamplingParams
@@ -27,6 +26,7 @@ from octavo.loader.weights import dummy_weights, load_model, make_dummy_model
 from octavo.models.config_files import read_model_config
 from octavo.models.network import build_without_weights, num_parameters, weight_bytes
 from octavo.models.registry import make_network
+from tests.fake_hub import serving_hub
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,23 +71,18 @@ def test_a_config_is_enough_and_the_seed_decides(folder: Path) -> None:
     assert tokens(0) == tokens(0) != tokens(1)
 
 
-def test_of_a_model_of_the_hub_only_the_description_is_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[str] = []
-
-    def snapshot(repo: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        files = ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer_config.json"]
-        taken.extend(
-            huggingface_hub.utils.filter_repo_objects(
-                files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
-            )
-        )
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+def test_of_a_model_of_the_hub_only_the_description_is_fetched(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {**SMALL, "load_format": "dummy", "kernels": "reference", "max_num_seqs": 8, "device": "cpu"}
-    (output,) = LLM("owner/name", **options).generate([[5, 6, 7]], IDS, use_tqdm=False)
+    with serving_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        files = {"config.json": (folder / "config.json").read_bytes(), "model.safetensors": b"", "README.md": b""}
+        hub.add("owner/name", files)
+        (output,) = LLM("owner/name", **options).generate([[5, 6, 7]], IDS, use_tqdm=False)
+        assert [path for path in files if hub.received(path)] == ["config.json"]
     assert len(output.outputs[0].token_ids) == 6
-    assert taken == ["config.json", "tokenizer_config.json"]
 
 
 def test_what_needs_text_is_refused_with_what_would_be_right(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from octavo import LLM, ConfigError, InvalidRequestError, PoolingParams, SamplingParams, WeightError
+from octavo import LLM, InvalidRequestError, PoolingParams, SamplingParams, WeightError
 from octavo.core.dtypes import DType
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.layer import LayerContext
@@ -20,7 +21,7 @@ from octavo.models.config_files import read_model_config
 from octavo.models.registry import NETWORKS
 from tests.models.conftest import PagedDriver
 from tests.models.test_encoders import assert_close
-from tests.models.zoo import edit_config
+from tests.models.zoo import edit_config, rename_tensors
 
 SMALL = {
     "vocab_size": 101,
@@ -49,14 +50,28 @@ LATENT = {
     "v_head_dim": 8,
     "first_k_dense_replace": 1,
 }
+ROUTED = {
+    **{**GROUPED, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": None},
+}
 GPT2 = {"vocab_size": 101, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 96, "n_inner": 80}
 #: By architecture of the registry, the values of a small configuration.
 DECODERS: dict[str, dict[str, Any]] = {
+    "ApertusForCausalLM": GROUPED,
+    "ArceeForCausalLM": GROUPED,
     "BloomForCausalLM": {"vocab_size": 101, "hidden_size": 48, "n_layer": 2, "n_head": 6},
+    "Cohere2ForCausalLM": GROUPED,
     "CohereForCausalLM": GROUPED,
+    "CwmForCausalLM": {**GROUPED, "head_dim": 8},
     "DeepseekV2ForCausalLM": LATENT,
+    "DeepseekV32ForCausalLM": {**LATENT, "index_topk": 96, "index_head_dim": 8, "index_n_heads": 2},
     "DeepseekV3ForCausalLM": LATENT,
+    "Dots1ForCausalLM": ROUTED,
+    "Ernie4_5ForCausalLM": {**GROUPED, "head_dim": 8},
+    "Ernie4_5_MoeForCausalLM": {**GROUPED, "moe_intermediate_size": 32, "moe_num_experts": 4, "moe_k": 2},
+    "Exaone4ForCausalLM": GROUPED,
     "FalconForCausalLM": SMALL,
+    "FlexOlmoForCausalLM": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,
     "GPTJForCausalLM": {**GPT2, "rotary_dim": 8},
@@ -64,18 +79,43 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": {**GROUPED, "head_dim": 8},
     "Gemma3ForCausalLM": {**GROUPED, "head_dim": 8},
     "GemmaForCausalLM": {**GROUPED, "head_dim": 8},
+    "Glm4ForCausalLM": {**GROUPED, "head_dim": 8},
+    "Glm4MoeForCausalLM": {**ROUTED, "head_dim": 16},
+    "Glm4MoeLiteForCausalLM": {**LATENT, "num_key_value_heads": 6},
+    "GlmForCausalLM": {**GROUPED, "head_dim": 8},
+    "GlmMoeDsaForCausalLM": {**LATENT, "index_topk": 96, "index_head_dim": 8, "index_n_heads": 2},
+    "GptOssForCausalLM": {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteForCausalLM": GROUPED,
+    "GraniteMoeForCausalLM": {**GROUPED, "num_local_experts": 4},
+    "GraniteMoeSharedForCausalLM": {**GROUPED, "num_local_experts": 4, "shared_intermediate_size": 32},
+    "HeliumForCausalLM": {**GROUPED, "head_dim": 8},
+    "HunYuanDenseV1ForCausalLM": {**GROUPED, "head_dim": 8},
+    "HunYuanMoEV1ForCausalLM": {**GROUPED, "num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "HyperCLOVAXForCausalLM": GROUPED,
+    "Jais2ForCausalLM": GROUPED,
+    "Llama4ForCausalLM": {**GROUPED, "num_local_experts": 4, "intermediate_size_mlp": 64, "head_dim": 8},
     "LlamaForCausalLM": GROUPED,
+    "MiniMaxM2ForCausalLM": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "Ministral3ForCausalLM": {**GROUPED, "head_dim": 8},
+    "MinistralForCausalLM": {**GROUPED, "head_dim": 8},
     "MistralForCausalLM": GROUPED,
     "MixtralForCausalLM": {**GROUPED, "num_local_experts": 4},
+    "NemotronForCausalLM": GROUPED,
     "OPTForCausalLM": {**SMALL, "ffn_dim": 80, "word_embed_proj_dim": 48},
     "Olmo2ForCausalLM": GROUPED,
+    "Olmo3ForCausalLM": GROUPED,
+    "OlmoForCausalLM": GROUPED,
     "OlmoeForCausalLM": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
     "Phi3ForCausalLM": GROUPED,
     "PhiForCausalLM": SMALL,
+    "PhimoeForCausalLM": {**GROUPED, "num_local_experts": 4},
     "Qwen2ForCausalLM": GROUPED,
     "Qwen2MoeForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "Qwen3ForCausalLM": {**GROUPED, "head_dim": 8},
     "Qwen3MoeForCausalLM": {**EXPERTS, "head_dim": 8},
+    "SeedOssForCausalLM": {**GROUPED, "head_dim": 8},
+    "SmolLM3ForCausalLM": GROUPED,
+    "SolarOpenForCausalLM": {**ROUTED, "head_dim": 8},
     "StableLmForCausalLM": GROUPED,
     "Starcoder2ForCausalLM": GROUPED,
 }
@@ -146,6 +186,57 @@ def test_a_head_in_the_file_counts_if_it_differs_from_the_embedding(architecture
     assert_close(ours(tmp_path).numpy(), theirs(tmp_path).numpy(), 1e-4)
 
 
+def engine(folder: Path, **options: Any) -> LLM:
+    small = {"num_gpu_blocks_override": 64, "max_model_len": 64}
+    return LLM(str(folder), dtype="float32", skip_tokenizer_init=True, **{**small, **options})
+
+
+def greedy(llm: LLM) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+def with_own_head(folder: Path) -> list[int]:
+    """Saves a model with a head of its own although config.json says that it is tied; returns its greedy tokens."""
+    save(folder, "Qwen3ForCausalLM")
+    name = "model.embed_tokens.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[name].flip(0)}))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        for _ in range(8):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0, len(PROMPT) :].tolist()
+
+
+def test_a_head_that_differs_is_told_once_and_shared_if_it_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = with_own_head(tmp_path)
+    llm = engine(tmp_path)
+    assert not llm.front_end.files.model_config.tie_word_embeddings
+    assert greedy(llm) == right
+    engine(tmp_path)
+    told = [record for record in caplog.records if "differs from the embedding" in record.getMessage()]
+    assert len(told) == 1 and str(tmp_path) in told[0].getMessage()
+    name = "model.embed_tokens.weight"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[name].clone()}))
+    caplog.clear()
+    assert engine(tmp_path).front_end.files.model_config.tie_word_embeddings
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[name][1:].clone()}))
+    with pytest.raises(WeightError, match=r"'lm_head\.weight' does not fit: its shape is \[100, 48\]"):
+        engine(tmp_path)
+
+
+@pytest.mark.slow  # processes of two workers
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_and_stages_have_the_head_of_the_file(option: str, tmp_path: Path) -> None:
+    right = with_own_head(tmp_path)
+    assert greedy(engine(tmp_path, **{option: 2})) == right
+
+
 SEQ2SEQ: dict[str, dict[str, Any]] = {
     "T5ForConditionalGeneration": {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
     "BartForConditionalGeneration": {
@@ -185,7 +276,8 @@ def test_the_head_of_an_encoder_decoder(architecture: str, tmp_path: Path) -> No
 
 
 def test_every_decoder_of_the_registry_is_tested() -> None:
-    decoders = {name for name in NETWORKS if name.endswith(("ForCausalLM", "LMHeadModel"))}
+    names = (name for name in NETWORKS if name.endswith(("ForCausalLM", "LMHeadModel")))
+    decoders = {name for name in names if hasattr(transformers, name)}
     assert decoders == set(DECODERS)
 
 
@@ -197,12 +289,13 @@ def test_a_base_model_under_the_name_of_its_language_model(architecture: str, tm
         bias.data.zero_()  # a base model has none
         model.save_pretrained(tmp_path)
     right = theirs(tmp_path)
-    model.base_model.save_pretrained(tmp_path)
+    base = model.model if architecture == "Llama4ForCausalLM" else model.base_model  # else the whole model
+    base.save_pretrained(tmp_path)
     edit_config(tmp_path, architectures=[architecture])
     assert_close(ours(tmp_path).numpy(), right.numpy(), 1e-4)
 
     with torch.inference_mode():
-        states = model.base_model(torch.tensor([PROMPT])).last_hidden_state[0].numpy()
+        states = base(torch.tensor([PROMPT])).last_hidden_state[0].numpy()
     for tied in (True, False):
         edit_config(tmp_path, tie_word_embeddings=tied)
         for task in ("auto", "embed"):
@@ -222,8 +315,15 @@ def test_without_a_head_nothing_is_generated(tmp_path: Path) -> None:
         LLM(str(tmp_path), skip_tokenizer_init=True, num_gpu_blocks_override=64).generate(
             {"prompt_token_ids": PROMPT}, use_tqdm=False
         )
-    with pytest.raises(ConfigError):
+    wrong = r"lacks the language-model head 'lm_head\.weight', and config\.json has tie_word_embeddings=false"
+    with pytest.raises(WeightError, match=wrong):
         LLM(str(tmp_path), skip_tokenizer_init=True, num_gpu_blocks_override=64, task="generate")
+    # The names of a language model's tensors: a part of it is missing.
+    rename_tensors(tmp_path, lambda name: f"model.{name}")
+    with pytest.raises(WeightError, match=wrong):
+        LLM(str(tmp_path), skip_tokenizer_init=True, num_gpu_blocks_override=64)
+    vectors = LLM(str(tmp_path), skip_tokenizer_init=True, num_gpu_blocks_override=64, task="embed")
+    assert "embed" in vectors.front_end.pooling.tasks
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(WeightError):
         LLM(str(tmp_path), skip_tokenizer_init=True, num_gpu_blocks_override=64)

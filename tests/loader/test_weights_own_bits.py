@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Q
 
 from octavo import LLM, SamplingParams
 from octavo.config.engine_config import make_config
 from octavo.config.sources import resolve_config
+from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
+from octavo.kernels.cpu.backend import CpuKernels
+from octavo.loader.gguf_file import GGUFFile
 from octavo.loader.resolve import weight_quantization
 
 SMALL: dict[str, Any] = {"device": "cpu", "num_gpu_blocks_override": 16, "num_threads": 1}
@@ -68,6 +73,23 @@ def test_none_is_a_value_and_no_reset(file: Path) -> None:
     assert resolve_config({"model": "m", "quantization": None}, environ=environ).quantization == "auto"
     with pytest.raises(ConfigError, match="'int7'"):
         make_config(model="m", quantization="int7")
+
+
+def test_what_becomes_of_a_file_is_said_at_start(file: Path, tiny_llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("octavo._cpu", reason="the CPU kernels are not built")
+    values = np.random.default_rng(0).standard_normal((512, 256), np.float32)
+    blocks = gguf.quants.quantize(values, Q.MXFP4)
+    tiny_llama(file, Q.TQ2_0, tensors={"blk.0.ffn_up.weight": (blocks, Q.MXFP4)})
+    description = GGUFFile(file).describe(CpuKernels().form_of, DType.BFLOAT16)
+    assert description.startswith("GGUF file type TQ2_0: TQ2_0 as it is (")
+    assert "; MXFP4 as it is (" in description
+    tiny_llama(file, Q.IQ1_S)
+    description = GGUFFile(file).describe(CpuKernels().form_of, DType.BFLOAT16)
+    assert description == "GGUF file type IQ1_S: IQ1_S quantised again to 8 bits (0.00 GiB)"
+    assert "IQ1_S as bfloat16" in GGUFFile(file).describe(lambda kind: None, DType.BFLOAT16)
+    with caplog.at_level("INFO", "octavo"):
+        logprobs(file)
+    assert description in caplog.text
 
 
 def test_types_without_products_of_their_own_are_widened_to_8_bits(file: Path, tiny_llama: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.config.kv_spec import group_layers
-from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput, make_batch
+from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput, make_batch
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.network import Network
@@ -33,7 +33,10 @@ class PagedDriver:
         self.groups = group_layers(network.kv_specs)
         count = len(self.groups)
         self.caches: list[LayerCache] = kernels.make_cache(self.groups, [blocks] * count, block_size)
-        self.forward = kernels.capture(self._forward, BatchSize(128, 8, 128, blocks * block_size, block_size, count))
+        self.forward: Forward = self._forward
+        if network.is_recordable:
+            largest = BatchSize(128, 8, 128, blocks * block_size, block_size, count)
+            self.forward = kernels.capture(self._forward, largest)
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}

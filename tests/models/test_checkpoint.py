@@ -162,7 +162,7 @@ def test_a_new_architecture_is_a_file_and_a_line_of_the_registry(plain: Path, fu
         ),
         (
             {"transformer.h.0.attn.extra.weight": torch.ones(3)},
-            r"'model.layers.0.self_attn.extra.weight' belongs to no",
+            r"'transformer.h.0.attn.extra.weight' belongs to no",
         ),
     ],
 )

@@ -156,7 +156,11 @@ def test_architecture_from_the_model_type(tmp_path: Path) -> None:
         ({"head_dim": 7}, ConfigError, "head_dim must be even, not 7"),
         ({"rms_norm_eps": -1}, ConfigError, "rms_norm_eps must be a number above 0, not -1"),
         ({"tie_word_embeddings": "yes"}, ConfigError, "tie_word_embeddings must be true or false, not 'yes'"),
-        ({"rope_theta": float("nan")}, ConfigError, "rope_theta must be a number above 0"),
+        ({"rope_theta": float("nan")}, ConfigError, "rope_theta must be a number, not NaN"),
+        ({"rope_scaling": {"factors": [1, float("nan")]}}, ConfigError, r"rope_scaling\.factors\[1\] must be a number"),
+        ({"rope_theta": float("inf")}, ConfigError, "rope_theta must be a number above 0, not inf"),
+        ({"num_hidden_layers": 10**30}, ConfigError, "num_hidden_layers must be at most 65536, not 10{30}$"),
+        ({"hidden_size": 60}, ConfigError, r"hidden_size \(60\) must be a multiple of num_attention_heads \(8\)"),
         ({"rope_scaling": [1]}, ConfigError, "rope_scaling must be an object"),
         ({"rope_parameters": {"partial_rotary_factor": 2}}, ConfigError, "at most 1, not 2"),
         ({"eos_token_id": "</s>"}, ConfigError, "eos_token_id must be a token id or a list of them, not '</s>'"),
@@ -165,7 +169,12 @@ def test_architecture_from_the_model_type(tmp_path: Path) -> None:
             UnsupportedModelError,
             "'MambaForCausalLM' is not supported: state-space layers are not supported; supported: .*LlamaForCausalLM",
         ),
-        ({"architectures": ...}, UnsupportedModelError, "type 'None' is not supported; supported: .*LlamaForCausalLM"),
+        ({"architectures": ...}, ConfigError, "it has neither architectures, such as .*, nor model_type"),
+        (
+            {"architectures": ..., "model_type": "x"},
+            UnsupportedModelError,
+            "type 'x' is not supported; supported: .*Llama",
+        ),
         ({"hidden_act": "gelu"}, UnsupportedModelError, 'hidden_act="gelu" is not supported; supported: "silu"'),
         (
             {"rope_scaling": {"type": "mrope"}},
@@ -233,14 +242,17 @@ def test_networks_of_unknown_architectures_are_refused() -> None:
         ("RwkvForCausalLM", "state-space layers are not supported"),
         ("JambaForCausalLM", "state-space layers are not supported"),
         ("Qwen3NextForCausalLM", "state-space layers are not supported"),
-        ("LLaMAForCausalLM", "the nearest is 'LlamaForCausalLM'"),
-        ("GPTNeoForCausalLM", "the nearest is 'GPTNeoXForCausalLM'"),
+        ("LLaMAForCausalLM", "the nearest are 'LlamaForCausalLM', "),
+        ("GPTNeoForCausalLM", "'GPTNeoXForCausalLM'"),
+        ("Qwen9ForCausalLM", "'Qwen3ForCausalLM'"),
+        ("DeepseekV9ForCausalLM", "the nearest are 'DeepseekV"),
+        ("FooForCausalLM", "docs/adding-a-model.md tells how to add one"),
     ],
 )
 def test_unknown_architectures_are_refused_with_the_reason_or_the_nearest(name: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
     with pytest.raises(UnsupportedModelError, match=f"{name}' is not supported.*{says}|{says}.*supported: ") as error:
-        check_architecture(tmp_path)
+        check_architecture(tmp_path, "octavo")
     assert says in str(error.value)
 
 

@@ -82,6 +82,29 @@ def v3() -> Any:
     return DeepseekV3Config(**LATENT, **MIXTURE, q_lora_rank=20, n_shared_experts=1, rope_parameters=YARN)
 
 
+def v32() -> Any:
+    """Every token attends to all of a context that its indexer would choose."""
+    from transformers import DeepseekV32Config
+
+    indexer = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
+    return DeepseekV32Config(**LATENT, **MIXTURE, **indexer, q_lora_rank=20, n_shared_experts=1, rope_parameters=YARN)
+
+
+def glm_dsa() -> Any:
+    from transformers import GlmMoeDsaConfig
+
+    indexer = {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2}
+    return GlmMoeDsaConfig(**LATENT, **MIXTURE, **indexer, q_lora_rank=20, n_shared_experts=1)
+
+
+def glm_lite() -> Any:
+    from transformers import Glm4MoeLiteConfig
+
+    layers = ["dense", "sparse", "dense"]
+    mixture = {name: value for name, value in MIXTURE.items() if name != "first_k_dense_replace"}
+    return Glm4MoeLiteConfig(**LATENT, **mixture, q_lora_rank=20, mlp_layer_types=layers)
+
+
 def v3_dense() -> Any:
     from transformers import DeepseekV3Config
 
@@ -95,7 +118,7 @@ def with_biases(model: Any) -> None:
             torch.nn.init.normal_(buffer, std=0.3)
 
 
-@pytest.mark.parametrize("config", [v2_lite, v2, v3, v3_dense])
+@pytest.mark.parametrize("config", [v2_lite, v2, v3, v3_dense, v32, glm_lite])
 def test_deepseek(config: Any, zoo: Zoo) -> None:
     zoo(config(), change=with_biases)
 
@@ -147,11 +170,29 @@ def test_layers_that_predict_further_tokens_are_left_out(save_model: Any, tmp_pa
         load_model(tmp_path, read_model_config(tmp_path), context)
 
 
+def test_sparse_attention_is_refused_where_it_would_leave_tokens_out(zoo: Zoo) -> None:
+    zoo.save(v32(), change=with_biases)
+    with pytest.raises(ConfigError, match=r"max_model_len \(65\) .* \(64 tokens\); index_topk \(64\) limits"):
+        zoo.engine(max_model_len=65)
+
+
+def test_glm_5(zoo: Zoo) -> None:
+    zoo.check_network(zoo.save(glm_dsa(), change=with_biases))
+
+
+def test_kimi_k2_is_deepseek_v3_of_another_type(zoo: Zoo) -> None:
+    config = v3()
+    config.update({"n_group": 1, "topk_group": 1})
+    model = zoo.save(config, change=with_biases)
+    edit_config(zoo.folder, model_type="kimi_k2", scoring_func="sigmoid", topk_method="noaux_tc", rope_interleave=None)
+    zoo.check_network(model)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"attention_bias": True}, "attention_bias=true is not supported"),
-        ({"topk_method": "greedy"}, r"topk_method='greedy'.* is not supported; supported: noaux_tc"),
+        ({"topk_method": "greedy"}, 'topk_method="greedy" is not supported; supported: "noaux_tc"'),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
         ({"kv_lora_rank": 25}, r"kv_lora_rank \(25\) and qk_rope_head_dim \(8\) must be even"),
         ({"q_lora_rank": 0}, "q_lora_rank must be a positive integer, not 0"),

@@ -171,7 +171,7 @@ def _with(head: Head, **tensors: Tensor) -> Head:
         ("eagle3", lambda: _with(eagle3(draft_vocab_size=40), d2t=torch.zeros(39).long()), WeightError, ["'d2t'"]),
         ("eagle3", lambda: _with(eagle3(draft_vocab_size=40), d2t=torch.zeros(40)), WeightError, ["'d2t'", "F32"]),
         ("eagle3", lambda: eagle3(hidden_size=32, target_hidden_size=48, head_dim=16), WeightError, ["embed_tokens"]),
-        ("eagle", lambda: eagle1(hidden_size=64), ConfigError, ["hidden size is 64", "48"]),
+        ("eagle", lambda: eagle1(hidden_size=64, head_dim=8), ConfigError, ["hidden size is 64", "48"]),
         ("eagle3", lambda: eagle3(target_hidden_size=64), ConfigError, ["hidden size is 64", "48"]),
         ("eagle", lambda: eagle1(vocab_size=102), ConfigError, ["vocab_size is 102", "101"]),
         ("eagle3", lambda: eagle3(draft_vocab_size=200), ConfigError, ["draft_vocab_size", "200"]),

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
-from octavo import LLM, PoolingParams, UnsupportedModelError
+from octavo import LLM, LoRARequest, PoolingParams, UnsupportedModelError
 from octavo.models.config_files import read_model_config
 from octavo.models.registry import ENCODERS, find_base
 from tests.engine.test_pooling import KINDS, expected, pooled_as
@@ -39,6 +40,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ModernBert": {**SHAPE, **SPECIAL, "num_hidden_layers": 4, "local_attention": 8, "cls_token_id": 1},
     "NomicBert": SHAPE,
     "MPNet": {**SHAPE, "pad_token_id": 0},
+    "EuroBert": {
+        **{**SHAPE, **SPECIAL, "num_key_value_heads": 2},
+        **{"mask_token_id": 3, "classifier_pooling": "mean"},
+    },
+    "Gte": {**SHAPE, "pad_token_id": 1},
+    "JinaEmbeddingsV3": {**SHAPE, "pad_token_id": 1},
     "Llama": {**SHAPE, **SPECIAL, "num_key_value_heads": 2},
     "Qwen3": {**SHAPE, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8},
     "Gemma2": {**SHAPE, **SPECIAL, "num_key_value_heads": 2, "head_dim": 8},
@@ -56,6 +63,18 @@ DECODERS: dict[str, dict[str, Any]] = {
     "OPT": {**SHAPE, **SPECIAL, "ffn_dim": 80, "word_embed_proj_dim": 48},
     "GPTJ": {**SPECIAL, "vocab_size": 101, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 96, "rotary_dim": 8},
 }
+#: Decoders whose attention is bidirectional, by what config.json says.
+BIDIRECTIONAL: dict[str, dict[str, Any]] = {
+    "Gemma3Text": {
+        **{**DECODERS["Gemma3Text"], "num_hidden_layers": 7},
+        **{"use_bidirectional_attention": True, "sliding_window": 12},
+    },
+    "Llama": {**FAMILIES["Llama"], "is_causal": False},
+    "Qwen2": {
+        **{**SHAPE, **SPECIAL, "num_key_value_heads": 2, "is_causal": False},
+        **{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    },
+}
 TASKS = {
     "Model": "token_embed",
     "ForSequenceClassification": "classify",
@@ -65,7 +84,7 @@ TASKS = {
 
 def save(folder: Path, family: str, ending: str, **values: Any) -> Any:
     """Saves a random model of transformers, and returns it."""
-    config = getattr(transformers, f"{family}Config")(**{**(FAMILIES | DECODERS)[family], **values})
+    config = getattr(transformers, f"{family}Config")(**{**(FAMILIES | DECODERS).get(family, {}), **values})
     if ending != "Model":
         config.num_labels = 3
     torch.manual_seed(0)
@@ -85,6 +104,11 @@ def results(folder: Path, task: Any, prompts: Sequence[Any] = (), **options: Any
     outputs = [o.outputs for o in llm.encode(list(given), RAW, pooling_task=task, use_tqdm=False)]
     assert [output.error for output in outputs] == [None] * len(outputs)
     return [output.data for output in outputs]
+
+
+def save_bidirectional(folder: Path, family: str, ending: str) -> Any:
+    # With others than "eager", transformers ignores the configuration.
+    return save(folder, family, ending, **BIDIRECTIONAL[family], attn_implementation="eager")
 
 
 def theirs(model: Any, prompt: list[int], **inputs: Any) -> np.ndarray:
@@ -136,7 +160,7 @@ def test_the_results_are_those_of_transformers(family: str, ending: str, tmp_pat
             assert np.corrcoef(np.concatenate([mine.ravel() for mine in rounded]), whole)[0, 1] > 0.98
 
 
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("family", [family for family in ENCODERS if family in FAMILIES])
 def test_each_pooling_of_sentence_transformers(family: str, tmp_path: Path) -> None:
     """Those of the last token alone may look for the text in the prefix cache, which encoders have none of."""
     model = save(tmp_path / "encoder", family, "Model")
@@ -149,8 +173,92 @@ def test_each_pooling_of_sentence_transformers(family: str, tmp_path: Path) -> N
                 assert_close(mine, expected(kind, its))
 
 
+@pytest.mark.parametrize("family", BIDIRECTIONAL)
+def test_decoders_without_a_causal_mask(family: str, tmp_path: Path) -> None:
+    model = save_bidirectional(tmp_path, family, "Model")
+    states = [theirs(model, prompt) for prompt in PROMPTS]
+    for name in kernels():
+        ours = results(tmp_path, "token_embed", kernels=name)
+        for mine, its in zip(ours, states, strict=True):
+            assert_close(mine, its)
+    if name == "cpu":
+        again = results(tmp_path, "token_embed", max_num_batched_tokens=16)
+        assert [r.tobytes() for r in again] == [r.tobytes() for r in ours]
+    for mine, its in zip(results(tmp_path, "embed"), states, strict=True):
+        assert_close(mine, its.mean(0))
+
+
+def test_scores_of_a_decoder_without_a_causal_mask(tmp_path: Path) -> None:
+    """transformers scores the last token; NVIDIA's models the mean, or what config.json says."""
+    model = save_bidirectional(tmp_path, "Llama", "ForSequenceClassification")
+    last, states = ([theirs(part, prompt) for prompt in PROMPTS] for part in (model, model.model))
+    for mine, its in zip(results(tmp_path, "classify"), last, strict=True):
+        assert_close(mine, its)
+    score = model.score.weight.detach().numpy()
+    edit_config(tmp_path, architectures=["LlamaBidirectionalForSequenceClassification"], is_causal=None)
+    for pooling, rows in (("avg", [s.mean(0) for s in states]), ("last", [s[-1] for s in states])):
+        edit_config(tmp_path, pooling=pooling)
+        for mine, row in zip(results(tmp_path, "classify"), rows, strict=True):
+            assert_close(mine, score @ row)
+    model.model.save_pretrained(tmp_path)
+    edit_config(tmp_path, architectures=["LlamaBidirectionalModel"], is_causal=None, pooling=None)
+    for mine, its in zip(results(tmp_path, "embed"), states, strict=True):
+        assert_close(mine, its.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("Bert", ["query", "value", "output.dense"]),
+        ("JinaEmbeddingsV3", ["q_proj", "v_proj", "fc1"]),  # whose tasks are adapters
+        ("Gemma3Text", ["q_proj", "embed_tokens"]),
+        ("Qwen3", ["q_proj", "down_proj"]),  # a base model, whose names lack a prefix
+    ],
+)
+def test_adapters(family: str, modules: list[str], tmp_path: Path) -> None:
+    """LoRA against PEFT, alone and beside requests without it."""
+    peft = pytest.importorskip("peft")
+    model = save(tmp_path / "base", family, "Model", **BIDIRECTIONAL.get(family, {}))
+    plain = [theirs(model, prompt) for prompt in PROMPTS]
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=modules, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    right = [theirs(adapted, prompt) for prompt in PROMPTS]
+    options: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 64, "max_lora_rank": 8}
+    llm = LLM(str(tmp_path / "base"), skip_tokenizer_init=True, enable_lora=True, **options)
+    task = LoRARequest("task", 1, str(tmp_path / "adapter"))
+
+    def run(prompts: list[list[int]], adapters: list[LoRARequest | None]) -> list[np.ndarray]:
+        outputs = llm.encode(
+            prompts_of(prompts), RAW, pooling_task="token_embed", use_tqdm=False, lora_request=adapters
+        )
+        assert [output.outputs.error for output in outputs] == [None] * len(outputs)
+        return [output.outputs.data for output in outputs]
+
+    alone = [run([prompt], [task])[0] for prompt in PROMPTS]
+    for mine, its, without in zip(alone, right, plain, strict=True):
+        assert_close(mine, its)
+        assert np.abs(its - without).max() > 1e-2
+    mixed = run([*PROMPTS, *PROMPTS], [task] * len(PROMPTS) + [None] * len(PROMPTS))
+    assert [r.tobytes() for r in mixed[: len(PROMPTS)]] == [r.tobytes() for r in alone]
+    for mine, its in zip(mixed[len(PROMPTS) :], plain, strict=True):
+        assert_close(mine, its)
+
+
+def test_a_published_gte_has_the_names_of_its_own_code(tmp_path: Path) -> None:
+    model = save(tmp_path, "Gte", "Model")
+    rename_tensors(tmp_path, lambda name: f"new.{name}")
+    for mine, prompt in zip(results(tmp_path, "token_embed"), PROMPTS, strict=True):
+        assert_close(mine, theirs(model, prompt))
+    tensors = {name: value.detach().contiguous() for name, value in model.named_parameters()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for mine, prompt in zip(results(tmp_path, "token_embed"), PROMPTS, strict=True):
+        assert_close(mine, theirs(model, prompt))
+
+
 def test_every_encoder_of_the_registry_is_tested() -> None:
-    assert set(ENCODERS) <= set(FAMILIES)
+    assert set(ENCODERS) <= {*FAMILIES, "LlamaBidirectional"}
     assert find_base("Qwen3ForSequenceClassification") == "Qwen3ForCausalLM"
     assert find_base("BertForMaskedLM") == "BertModel" and find_base("LlamaForMaskedLM") is None
     assert find_base("NoSuchModel") is None
@@ -235,6 +343,10 @@ def test_a_checkpoint_of_nomic_before_transformers_had_it(tmp_path: Path) -> Non
         ("NomicBert", {"hidden_act": "gelu"}),
         ("NomicBert", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}}),
         ("ModernBert", {"local_attention": 1}),
+        ("EuroBert", {"classifier_pooling": "late", "architectures": ["EuroBertForSequenceClassification"]}),
+        ("Gte", {"rope_scaling": {"type": "ntk", "factor": 8.0}}),
+        ("Gemma3Text", {"use_bidirectional_attention": True, "sliding_window": 1}),
+        ("Cohere", {"is_causal": False}),
     ],
 )
 def test_settings_that_are_not_computed_are_refused(family: str, values: dict[str, Any], tmp_path: Path) -> None:
@@ -268,8 +380,9 @@ def test_one_class_is_a_score_and_several_are_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # processes of two workers
-def test_two_ranks_give_the_bits_of_one(tmp_path: Path) -> None:
-    save(tmp_path, "Bert", "ForSequenceClassification")
+@pytest.mark.parametrize("family", ["Bert", "Gemma3Text"])
+def test_two_ranks_give_the_bits_of_one(family: str, tmp_path: Path) -> None:
+    save(tmp_path, family, "ForSequenceClassification", **BIDIRECTIONAL.get(family, {}))
     one = results(tmp_path, "classify")
     two = results(tmp_path, "classify", tensor_parallel_size=2)
     assert [r.tobytes() for r in one] == [r.tobytes() for r in two]

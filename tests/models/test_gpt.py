@@ -100,9 +100,7 @@ def test_phi(zoo: Zoo) -> None:
     from transformers import PhiConfig
 
     zoo(PhiConfig(**SMALL))
-    edit_config(zoo.folder, qk_layernorm=True)
-    with pytest.raises(UnsupportedModelError, match="qk_layernorm=true is not supported"):
-        read_model_config(zoo.folder)
+    zoo.check_network(zoo.save(PhiConfig(**SMALL, qk_layernorm=True)))
 
 
 def stablelm_config(**values: Any) -> Any:
@@ -110,18 +108,17 @@ def stablelm_config(**values: Any) -> Any:
 
     # A quarter of the 16 dimensions of a head is rotated.
     shape = {**SMALL, "num_attention_heads": 3, "num_key_value_heads": 1}
-    return StableLmConfig(**shape, **values)
+    return StableLmConfig(**{**shape, **values})
 
 
 def test_stablelm(zoo: Zoo) -> None:
     zoo(stablelm_config(use_qkv_bias=True))
-    edit_config(zoo.folder, qk_layernorm=True)
-    with pytest.raises(UnsupportedModelError, match="qk_layernorm=true"):
-        read_model_config(zoo.folder)
 
 
-def test_stablelm_with_parallel_parts(zoo: Zoo) -> None:
-    zoo.check_network(zoo.save(stablelm_config(use_parallel_residual=True)))
+def test_stablelm_2_12b(zoo: Zoo) -> None:
+    """Parallel parts, and a norm for each head."""
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}
+    zoo.check_network(zoo.save(stablelm_config(use_parallel_residual=True, qk_layernorm=True, **heads)))
 
 
 def bloom_config(**values: Any) -> Any:
@@ -218,6 +215,22 @@ def test_command_r(zoo: Zoo) -> None:
     from transformers import CohereConfig
 
     zoo(CohereConfig(**SMALL, attention_bias=True, logit_scale=0.3))
-    edit_config(zoo.folder, use_qk_norm=True)
-    with pytest.raises(UnsupportedModelError, match="use_qk_norm=true"):
-        read_model_config(zoo.folder)
+
+
+def test_command_r_plus(zoo: Zoo) -> None:
+    from transformers import CohereConfig
+
+    zoo.check_network(zoo.save(CohereConfig(**SMALL, use_qk_norm=True, logit_scale=0.8)))
+
+
+def cohere2_config(**values: Any) -> Any:
+    from transformers import Cohere2Config
+
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    return Cohere2Config(**{**SMALL, "logit_scale": 0.3, "sliding_window": 7, "layer_types": types, **values})
+
+
+def test_cohere2(zoo: Zoo) -> None:
+    zoo(cohere2_config())
+    edit_config(zoo.folder, sliding_window_pattern=3, layer_types=None)
+    assert read_model_config(zoo.folder).sliding_windows == (7, 7, None)

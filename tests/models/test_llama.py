@@ -8,12 +8,6 @@ from typing import Any
 
 import pytest
 
-from octavo.core.dtypes import DType
-from octavo.core.errors import ConfigError
-from octavo.kernels.reference import ReferenceKernels
-from octavo.layers.layer import LayerContext
-from octavo.models.config_files import read_model_config
-from octavo.models.registry import make_network
 from tests.models.test_network import llama3, llama_tied_with_biases, qwen2, qwen3
 from tests.models.zoo import PROMPTS, SMALL, Zoo, answers, edit_config
 
@@ -56,13 +50,6 @@ def test_olmo2(zoo: Zoo) -> None:
 
 def test_olmo2_with_biases_and_a_tied_head(zoo: Zoo) -> None:
     zoo.check_network(zoo.save(config(attention_bias=True, tie_word_embeddings=True)))
-
-
-def test_ranks_that_share_the_heads_of_a_norm_are_refused(zoo: Zoo) -> None:
-    zoo.save(config())
-    context = LayerContext(ReferenceKernels("meta"), DType.FLOAT32, tp_size=2)
-    with pytest.raises(ConfigError, match=r"Olmo2ForCausalLM normalises q and k over all.*tensor_parallel_size=1"):
-        make_network(read_model_config(zoo.folder), context)
 
 
 def phi3_config(**values: Any) -> Any:

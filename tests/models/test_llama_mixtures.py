@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.core.dtypes import DType
-from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
+from octavo.core.errors import ConfigError, WeightError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.lab.simulate.step_costs import layer_weights, weight_bytes_read
 from octavo.layers.layer import LayerContext
 from octavo.loader.weights import load_model, make_dummy_model
 from octavo.models.config_files import read_model_config
+from octavo.models.mixtures import MixtureConfig
 from octavo.models.network import build_without_weights, num_active_parameters, num_parameters
 from tests.models.test_network import tensor_parallel_logits
 from tests.models.zoo import PROMPT, SMALL, Zoo, assert_same, edit_config, logits_of
@@ -49,7 +50,7 @@ def qwen3_moe() -> Any:
 def olmoe() -> Any:
     from transformers import OlmoeConfig
 
-    return OlmoeConfig(**{**SMALL, "intermediate_size": 32}, num_experts=8, num_experts_per_tok=3)
+    return OlmoeConfig(**{**SMALL, "intermediate_size": 32}, num_experts=8, num_experts_per_tok=3, clip_qkv=0.7)
 
 
 @pytest.mark.parametrize("family", [mixtral, qwen2_moe, qwen3_moe, olmoe])
@@ -127,14 +128,14 @@ def test_random_weights(save_model: Callable[..., Any], tmp_path: Path, driver: 
 def test_values_that_are_refused(save_model: Callable[..., Any], tmp_path: Path) -> None:
     save_model(olmoe())
     config = read_model_config(tmp_path)
-    context = LayerContext(ReferenceKernels("meta"), DType.FLOAT32, tp_size=2)
-    with pytest.raises(ConfigError, match="set tensor_parallel_size=1"):
-        load_model(tmp_path, config, context)
+    context = LayerContext(ReferenceKernels("meta"), DType.FLOAT32)
+    assert isinstance(config, MixtureConfig)
+    mixture = replace(config.mixture, routing=replace(config.mixture.routing, top_k=9))
     with pytest.raises(ConfigError, match="9 experts of a token"):
-        load_model(tmp_path, replace(config, experts_per_token=9), replace(context, tp_size=1))  # type: ignore[call-arg]
+        load_model(tmp_path, replace(config, mixture=mixture), context)
     edit_config(tmp_path, num_experts_per_tok=9)
     with pytest.raises(ConfigError, match=r"num_experts_per_tok \(9\) is more than the 8 experts"):
         read_model_config(tmp_path)
-    edit_config(tmp_path, num_experts_per_tok=3, clip_qkv=8.0)
-    with pytest.raises(UnsupportedModelError, match=r"clip_qkv=8\.0 is not supported"):
+    edit_config(tmp_path, num_experts_per_tok=3, clip_qkv=-8.0)
+    with pytest.raises(ConfigError, match=r"clip_qkv must be a number above 0, not -8\.0"):
         read_model_config(tmp_path)

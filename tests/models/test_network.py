@@ -129,7 +129,9 @@ def test_bfloat16_is_near_float32(save_model: Callable[..., Any], tmp_path: Path
     assert (ours - expected).square().mean().sqrt() < 0.05 * expected.std()
 
 
-def tensor_parallel_logits(folder: Path, driver: Any, size: int, dtype: DType) -> Tensor:
+def tensor_parallel_logits(
+    folder: Path, driver: Any, size: int, dtype: DType, quantization: str | None = None
+) -> Tensor:
     """Those of ranks that are threads, in recorded steps of 13 tokens and then 1 each; of all ranks the same bits."""
     groups = thread_group(size, timeout=PATIENCE) if size > 1 else [None]
     kernels = [CpuKernels() for _ in range(size)]
@@ -137,7 +139,7 @@ def tensor_parallel_logits(folder: Path, driver: Any, size: int, dtype: DType) -
 
     def work(rank: int) -> Tensor:
         kernels[rank].group = groups[rank]
-        context = LayerContext(kernels[rank], dtype, tp_rank=rank, tp_size=size)
+        context = LayerContext(kernels[rank], dtype, quantization, tp_rank=rank, tp_size=size)
         network = load_model(folder, read_model_config(folder), context)
         logits: Tensor = driver(network, kernels=kernels[rank]).run("s", PROMPT, [13, 1])
         return logits

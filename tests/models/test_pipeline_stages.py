@@ -51,6 +51,8 @@ def windowed() -> Any:
 class Chain:
     """Stages as one network, for the driver."""
 
+    is_recordable = True
+
     def __init__(self, stages: list[Network]) -> None:
         self.stages = stages
         self.kv_specs = [spec for stage in stages for spec in stage.kv_specs]

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from octavo import LLM, ConfigError, InvalidRequestError, OctavoError, PoolingParams, UnsupportedModelError, WeightError
 from octavo.core.outputs import DenseConfig
 from octavo.models.config_files import read_model_config
-from tests.embedding_models import HIDDEN_SIZE, MAX_TOKENS, make_encoder
+from tests.embedding_models import HIDDEN_SIZE, MAX_TOKENS, make_encoder, make_qwen3
 from tests.models.zoo import edit_config
 
 TYPES = "sentence_transformers.models."
@@ -284,3 +284,77 @@ def test_matrices_that_do_not_fit_are_refused(folder: Path) -> None:
     add_dense(folder, activation_function="torch.nn.modules.activation.PReLU")
     with pytest.raises(UnsupportedModelError, match="activation_function 'PReLU' is not supported"):
         read_model_config(folder)
+
+
+def test_qwen3_embedding_as_it_is_published(tmp_path: Path) -> None:
+    """Keys of a base model under the name of a language model, an EOS from the tokenizer, the last token."""
+    model, tokenizer = make_qwen3(tmp_path, base=True, eos=True)
+    prompts = {"query": "Instruct: retrieve passages\nQuery:", "document": ""}
+    write(tmp_path, "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": None})
+    flags = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}
+    write(tmp_path, "1_Pooling/config.json", flags)
+    modules(tmp_path, *ENCODER, ("Normalize", "2_Normalize"))
+    llm = LLM(str(tmp_path), dtype="float32", num_gpu_blocks_override=64)
+    for name, before in prompts.items():
+        output = llm.embed("Where is it?", prompt_name=name, use_tqdm=False)[0]
+        ids = tokenizer.encode(before + "Where is it?").ids
+        assert output.prompt_token_ids == ids and ids[-1] == 0
+        with torch.inference_mode():
+            vector = model(torch.tensor([ids])).last_hidden_state[0, -1].double().numpy()
+        np.testing.assert_allclose(output.outputs.embedding, vector / np.linalg.norm(vector), atol=1e-5)
+
+
+#: A chat template with the roles of a pair.
+JUDGE = (
+    "{% for m in messages %}{% if m.role == 'system' %}<|im_start|>Instruct: {{ m.content }}\n"
+    "{% elif m.role == 'query' %}Query: {{ m.content }}\n"
+    "{% elif m.role == 'document' %}Document: {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+
+
+def test_a_language_model_that_judges_pairs(tmp_path: Path) -> None:
+    """Qwen3-Reranker as a CrossEncoder of sentence-transformers, whose last module is LogitScore."""
+    model, tokenizer = make_qwen3(tmp_path, base=False)
+    no, yes = tokenizer.token_to_id("no"), tokenizer.token_to_id("yes")
+    (tmp_path / "chat_template.jinja").write_text(JUDGE)
+    write(
+        tmp_path,
+        "modules.json",
+        [
+            {"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
+            {"path": "1_LogitScore", "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"},
+        ],
+    )
+    write(tmp_path, "1_LogitScore/config.json", {"true_token_id": yes, "false_token_id": no})
+    forward = {"method": "forward", "method_output_name": "logits"}
+    settings = {
+        "transformer_task": "text-generation",
+        "modality_config": {"text": forward, "message": {**forward, "format": "flat"}},
+        "module_output_name": "causal_logits",
+        "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+    }
+    write(tmp_path, "sentence_bert_config.json", settings)
+    prompts = {"prompts": {"search": "judge"}, "default_prompt_name": "search", "model_type": "CrossEncoder"}
+    write(tmp_path, "config_sentence_transformers.json", prompts)
+    llm = LLM(str(tmp_path), dtype="float32", num_gpu_blocks_override=64)
+    assert llm.front_end.pooling.tasks == ("score",)
+    for output, document in zip(llm.score("a river", ["bank", "loaf"], use_tqdm=False), ("bank", "loaf"), strict=True):
+        text = f"<|im_start|>Instruct: judge\nQuery: a river\nDocument: {document}<|im_end|><|im_start|>"
+        ids = tokenizer.encode(text).ids
+        assert output.outputs.error is None
+        assert output.prompt_token_ids == ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1].double()
+        assert abs(output.outputs.score - float(torch.sigmoid(logits[yes] - logits[no]))) < 1e-5
+
+    write(tmp_path, "1_LogitScore/config.json", {"true_token_id": yes, "false_token_id": None})
+    with pytest.raises(UnsupportedModelError, match="false_token_id must be the id of a token, not None"):
+        LLM(str(tmp_path))
+    write(tmp_path, "1_LogitScore/config.json", {"true_token_id": 9999, "false_token_id": no})
+    with pytest.raises(ConfigError, match="the vocabulary has"):
+        LLM(str(tmp_path), num_gpu_blocks_override=64)
+    settings["modality_config"]["message"]["format"] = "structured"  # type: ignore[index]
+    write(tmp_path, "sentence_bert_config.json", settings)
+    with pytest.raises(UnsupportedModelError, match="'structured' is not supported; supported: flat"):
+        LLM(str(tmp_path))

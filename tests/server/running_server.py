@@ -119,12 +119,13 @@ class Running:
 Serve = Callable[..., Running]
 
 
-def start(model: Path | str, log: Path, *flags: str, env: dict[str, str] | None = None) -> Running:
-    """Starts a server and waits until it answers."""
+def start(model: Path | str | tuple[str, ...], log: Path, *flags: str, env: dict[str, str] | None = None) -> Running:
+    """Starts a server and waits until it answers; ``model``: a name, or all words that say what it serves."""
+    words = model if isinstance(model, tuple) else (str(model),)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("OCTAVO_") or key == "OCTAVO_CACHE"}
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "octavo", "serve", str(model), "--port", "0", *flags],
+            [sys.executable, "-m", "octavo", "serve", *words, "--port", "0", *flags],
             stdout=stream,
             stderr=stream,
             env={**clean, **(env or {})},
@@ -135,11 +136,13 @@ def start(model: Path | str, log: Path, *flags: str, env: dict[str, str] | None 
             process.kill()
             raise AssertionError(f"the server did not start: {log.read_text(errors='replace')}")
         time.sleep(0.05)
-    return Running(process, found.group(1), log, str(model))
+    return Running(process, found.group(1), log, words[-1])
 
 
 @contextlib.contextmanager
-def running(model: Path | str, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Running]:
+def running(
+    model: Path | str | tuple[str, ...], log: Path, *flags: str, env: dict[str, str] | None = None
+) -> Iterator[Running]:
     """A server for the time of a block."""
     server = start(model, log, *flags, env=env)
     try:

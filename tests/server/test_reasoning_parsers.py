@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
+import importlib
+import importlib.util
+import os
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +16,7 @@ from octavo.engine.tokenizer import TextStream
 from octavo.server.answer_format import ChatFormats
 from octavo.server.chat import ChatParser
 from octavo.server.reasoning_parsers import (
+    OTHER_NAMES,
     REASONING_PARSERS,
     ReasoningParser,
     Thinking,
@@ -62,6 +66,103 @@ def test_reasoning_is_told_from_the_answer_wherever_the_text_is_cut(
     assert split(state, list(text)) == (thought, answer)
 
 
+#: Names the folder from which openai-harmony reads its vocabulary.
+VOCABULARY = "TIKTOKEN_ENCODINGS_BASE"
+A, F, C = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>", "<|channel|>commentary"
+S, E = "<|start|>assistant", "<|end|>"
+CALL = f"{C} to=functions.add <|constrain|>json<|message|>{{}}"
+MARKED = [
+    # parser, state, text, reasoning, answer
+    ("hunyuan_a13b", BEFORE, "<think>\nWhy?\n</think>\n<answer>\nSo.\n</answer>", "Why?", "So."),
+    ("hunyuan_a13b", BEFORE, "<think>\n\n</think>\n<answer>\n1 </ 2\n</ans", "", "1 </ 2\n</ans"),
+    ("hunyuan_a13b", AFTER, "<answer>So.", "", "So."),
+    ("hunyuan_a13b", BEFORE, "So <answer>.", "", "So <answer>."),
+    ("ernie45", INSIDE, "Why?\n</think>\n\n<response>\nSo.\n\nYes.\n</response>\n", "Why?", "So.\n\nYes."),
+    ("ernie45", INSIDE, "Why?\n</think>\n\n\n<tool_call>\n{}\n</tool_call>", "Why?", "<tool_call>\n{}\n</tool_call>"),
+    ("ernie45", INSIDE, "Why?\n</think>\n\n<response>A</response> B", "Why?", "AB"),
+    ("harmony", BEFORE, f"{A}Why? 1 < 2.{E}{S}{F}2 + 2 = 4.\n", "Why? 1 < 2.", "2 + 2 = 4.\n"),
+    ("harmony", BEFORE, f"{F}Yes<|return|>", "", "Yes"),
+    ("harmony", BEFORE, "Yes", "", "Yes"),
+    ("harmony", AFTER, f"{S}{F}Yes", "", "Yes"),
+    ("harmony", AFTER, " so on", "", " so on"),
+    ("harmony", INSIDE, f"so{E}\n{S}{F}\nYes", "so", "\nYes"),
+    ("harmony", INSIDE, f"so{S}{F}Yes", "so", "Yes"),
+    ("harmony", INSIDE, "so <|en", "so <|en", ""),
+    ("harmony", BEFORE, f"{A}a{E}{S}{A}b{E}{S}{F}c", "a\n\nb", "c"),
+    ("harmony", BEFORE, f"{A}a{E}{S}{C}<|message|>I look.{E}{S}{F}Here.", "a", "I look.\n\nHere."),
+    ("harmony", BEFORE, f"{A}a{E}{S}{CALL}<|call|>", "a", f"{S}{CALL}<|call|>"),
+    ("harmony", BEFORE, f"{A}a{E}{S}{CALL}", "a", f"{S}{CALL}"),
+    ("harmony", BEFORE, f" to=f{C} json<|message|>{{}}<|call|>", "", f" to=f{C} json<|message|>{{}}<|call|>"),
+    ("harmony", BEFORE, "<|channel|>analysis to=python code<|message|>print(1)<|call|>", "print(1)", ""),
+    ("harmony", BEFORE, f"{A}a{E}{S}<|channel|>", "a", f"{S}<|channel|>"),
+    ("harmony", BEFORE, f"{A}a{E} and <|channel|>", "a", " and <|channel|>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "state", "text", "thought", "answer"), MARKED)
+def test_answers_with_marks_of_their_own_are_told_apart_wherever_the_text_is_cut(
+    kind: str, state: Thinking, text: str, thought: str, answer: str
+) -> None:
+    parser = REASONING_PARSERS[kind]
+    assert parser(state).feed(text, True) == (thought, answer)
+    for i in range(len(text) + 1):
+        assert split(state, [text[:i], text[i:]], parser) == (thought, answer), i
+    assert split(state, list(text), parser) == (thought, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "calls"),
+    [
+        (
+            f'{A}Need it.{E}{S}{C}<|message|>I look.{E}{S}{CALL[:-2]}{{"a": 1}}<|call|>',
+            "I look.",
+            "Need it.",
+            [("add", '{"a": 1}')],
+        ),
+        (f"{A}So.{E}{S}{F}It is.", "It is.", "So.", []),
+        (f"{CALL.replace('functions.add', 'browser.search')}<|call|>", None, None, []),
+    ],
+)
+def test_an_answer_of_gpt_oss(
+    text: str, content: str | None, reasoning: str | None, calls: list[tuple[str, str]]
+) -> None:
+    for pieces in ([text], list(text)):
+        parser = ChatParser(REASONING_PARSERS["harmony"](BEFORE), TOOL_PARSERS["harmony"](TOOLS))
+        events = [event for piece in pieces for event in parser.feed(piece, [], False)]
+        found = collect(events + parser.feed("", [], True))
+        assert (found.reasoning, [(c.name, c.arguments) for c in found.tool_calls]) == (reasoning, calls)
+        assert found.content == (content or text)
+
+
+#: Outputs of gpt-oss, as the documentation of its format has them.
+OUTPUTS = [
+    f'{A}User asks: "What is 2 + 2?" Simple arithmetic.{E}{S}{F}2 + 2 = 4.',
+    f'{A}Need it.{E}{S}{C} to=functions.get_weather <|constrain|>json<|message|>{{"city": "Rome"}}',
+    f"{A}A plan.{E}{S}{C}<|message|>**Plan**:\\n1. Look{E}{S} to=functions.add{C} <|constrain|>json<|message|>{{}}",
+    f"{F}Hi",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    VOCABULARY not in os.environ or importlib.util.find_spec("openai_harmony") is None,
+    reason=f"openai-harmony is not installed, or {VOCABULARY} names no folder with o200k_base.tiktoken",
+)
+@pytest.mark.parametrize("text", OUTPUTS)
+def test_the_package_of_openai_reads_the_same(text: str) -> None:
+    package: Any = importlib.import_module("openai_harmony")
+    encoding = package.load_harmony_encoding("HarmonyGptOss")
+    tokens = encoding.encode(text, allowed_special="all")
+    said = encoding.parse_messages_from_completion_tokens(tokens, package.Role.ASSISTANT)
+    texts = [(m.channel, m.recipient, m.content[0].text) for m in said]
+    parser = ChatParser(REASONING_PARSERS["harmony"](BEFORE), TOOL_PARSERS["harmony"](TOOLS))
+    found = collect(parser.feed(text, [], True))
+    assert found.reasoning == ("\n\n".join(t for channel, _, t in texts if channel == "analysis") or None)
+    assert found.content == ("\n\n".join(t for channel, to, t in texts if channel != "analysis" and not to) or None)
+    calls = [(f"functions.{call.name}", call.arguments) for call in found.tool_calls]
+    assert calls == [(to, t) for _, to, t in texts if to]
+
+
 class Letters:
     """Decodes tokens that are characters."""
 
@@ -78,6 +179,15 @@ def test_the_tokens_of_the_reasoning_are_those_before_what_ends_it(text: str, to
     for i in range(0, len(text), size):
         parser.feed(text[i : i + size], [ord(letter) for letter in text[i : i + size]], False)
     assert parser.reasoning_tokens == tokens
+
+
+def test_the_tokens_of_every_analysis_count() -> None:
+    text = f"{C}<|message|>I look.{E}{S}{A}why{E}{S}{A}so{E}{S}{F}Here."
+    parser = ChatParser(REASONING_PARSERS["harmony"](BEFORE), decode=cast(TextStream, Letters()))
+    for letter in text:
+        parser.feed(letter, [ord(letter)], False)
+    ends = len(E) + 1  # with the last letter of what opens the analysis
+    assert parser.reasoning_tokens == len("why") + len("so") + 2 * ends
 
 
 @pytest.mark.parametrize("calls", sorted(TOOL_PARSERS))
@@ -146,6 +256,9 @@ def test_the_prompt_says_where_the_answer_begins(prompt: str, continues: bool, s
         ("{{ '[THINK]' + m.thinking + '[/THINK]' }}", "mistral"),
         ("{{ '<|channel>thought\n' }}", "gemma"),
         ("{{ '<seed:think>' }}", "seed_oss"),
+        ("{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking }}", "harmony"),
+        ("{{ '<think></think>' }}{{ content.split('<answer>')[-1] }}", "hunyuan_a13b"),
+        ("{{ '<think>\\n' + m.reasoning_content + '</think>\\n\\n<response>\\n' }}", "ernie45"),
         ("Write after 'Here is my thought process:'", "granite"),
     ],
 )
@@ -158,6 +271,8 @@ def test_the_marks_are_found_by_the_template(template: str, name: str) -> None:
 
 def test_a_parser_of_ones_own_is_named_by_its_module() -> None:
     assert load_reasoning_parser("tests.server.marked_reasoning:IssueReasoning") is IssueReasoning
+    assert load_reasoning_parser("openai_gptoss") is load_reasoning_parser("gpt-oss") is REASONING_PARSERS["harmony"]
+    assert all(load_reasoning_parser(name) is REASONING_PARSERS[known] for name, known in OTHER_NAMES.items())
     for wrong in ("think", "tests.server.marked_reasoning:Nothing"):
         with pytest.raises(ConfigError, match="reasoning_parser"):
             load_reasoning_parser(wrong)

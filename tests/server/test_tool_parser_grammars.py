@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from octavo.core.errors import InvalidRequestError
 from octavo.core.sampling_params import StructuredOutputsParams
 from octavo.grammar.sources import byte_tokenizer, make_grammar
 from octavo.server.tool_parsers import TOOL_PARSERS
-from octavo.server.tool_parsers.tool_parser import CallGrammar, collect
+from octavo.server.tool_parsers.call_grammar import CallGrammar
+from octavo.server.tool_parsers.tool_parser import collect
 from tests.grammar.byte_matcher import END, accepts
 
+GUESTS: dict[str, Any] = {"type": "array", "items": {"$ref": "#/$defs/Guest"}, "maxItems": 2}
+GUEST = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}, "of": GUESTS}}
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
         "type": "object",
@@ -32,14 +36,33 @@ TOOLS: dict[str, dict[str, Any]] = {
         "required": ["x"],
     },
     "nothing": {"type": "object", "properties": {}, "additionalProperties": False},
+    "book": {
+        "type": "object",
+        "$defs": {"Guest": GUEST},
+        "properties": {
+            "class": {"enum": ["first", "second"]},
+            "note": {"anyOf": [{"type": "string", "maxLength": 6}, {"type": "null"}]},
+            "price": {"type": ["number", "null"], "minimum": 0, "maximum": 2},
+            "guests": GUESTS,
+            "code": {"type": "string", "pattern": "^[A-Z]{2}[0-9]$"},
+            "until": {"type": "string", "minLength": 2, "maxLength": 4},
+            "fixed": {"const": 7},
+        },
+        "required": ["code", "guests"],
+    },
 }
 #: Chat templates by what they say of their format.
-TEMPLATES = ["", "<|tool|> <|/tool|>", "[ARGS] ```json only supports single tool-calls"]
+TEMPLATES = [
+    "",
+    "<|tool|> <|/tool|> [CALL_ID] [ARGS] </arg_key><arg_value> tool_calls>",
+    "[ARGS] ```json only supports single tool-calls",
+]
+#: Each way in which a parser's models write calls, with a template that says so.
 FORMATS = [
     (name, template)
     for name, parser in TOOL_PARSERS.items()
-    for template in TEMPLATES
-    if parser.call_format(template) is not None
+    for i, template in enumerate(TEMPLATES)
+    if parser.call_format(template) not in [parser.call_format(other) for other in TEMPLATES[:i]]
 ]
 
 
@@ -83,6 +106,45 @@ def test_one_call_alone_where_parallel_calls_are_not_wanted(name: str, template:
     source = grammar_of(name, template, parallel=False).calls()
     for seed in range(3):
         assert len(collect(TOOL_PARSERS[name](TOOLS).feed(walk(source, (), seed), True)).tool_calls) == 1
+
+
+CALLS = [("get_weather", '{"city": "Rome", "days": 3}'), ("any-of", '{"x": null}')]
+
+
+@pytest.mark.parametrize(("name", "template"), FORMATS)
+def test_written_calls_are_read(name: str, template: str) -> None:
+    form = TOOL_PARSERS[name].call_format(template)
+    assert form is not None
+    for calls in (CALLS if form.separator is not None else CALLS[:1], CALLS[1:]):
+        found = collect(TOOL_PARSERS[name](TOOLS).feed(form.written(calls), True)).tool_calls
+        assert [(call.name, json.loads(call.arguments)) for call in found] == [(n, json.loads(a)) for n, a in calls]
+
+
+@pytest.mark.parametrize(("name", "template"), FORMATS)
+def test_strict_calls_in_text_are_whole_in_every_notation(name: str, template: str) -> None:
+    form = TOOL_PARSERS[name].call_format(template)
+    assert form is not None
+    if form.trigger is None:
+        return
+    source, text = grammar_of(name, template).calls_in_text(), form.written(CALLS[1:])
+    assert allows(source, f"I look. 1 < 2\n{text}") and allows(source, "I look.") and allows(source, text)
+    assert not allows(source, f"I look. {form.trigger} so") and not allows(source, text.replace("any-of", "some-of"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"properties": {"x": {"type": "string", "format": "date"}}}, "any.properties.x.format"),
+        ({"properties": {"x": {}}, "minProperties": 1}, "any.minProperties"),
+    ],
+)
+def test_what_a_notation_cannot_enforce_is_refused_for_strict_functions(schema: dict[str, Any], path: str) -> None:
+    form = TOOL_PARSERS["glm45"].call_format("")
+    assert form is not None
+    with pytest.raises(InvalidRequestError) as caught:
+        CallGrammar(form, {"any": {"type": "object", **schema}}, {}, strict={"any"})
+    assert caught.value.path == path
+    CallGrammar(form, {"any": {"type": "object", **schema}}, {})
 
 
 def allows(source: str, text: str) -> bool:

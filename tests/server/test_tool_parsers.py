@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.core.errors import ConfigError
+from octavo.server.reasoning_parsers import OTHER_NAMES as REASONING_NAMES
+from octavo.server.reasoning_parsers import REASONING_PARSERS, find_reasoning_parser
+from octavo.server.tool_parsers import OTHER_NAMES as TOOL_NAMES
 from octavo.server.tool_parsers import TOOL_PARSERS, ToolParser, find_tool_parser, load_tool_parser
 from octavo.server.tool_parsers.tool_parser import ChatEvent, ToolCallStart, collect
 from tests.server.recorded_calls import CONTENT, RECORDED, TOOLS
@@ -150,7 +156,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_text_cut_anywhere_gives_the_same_message(name: str, data: st.DataObject) -> None:
     own = [*FRAGMENTS, *TOOL_PARSERS[name].markers * 5]
@@ -202,7 +208,7 @@ def test_without_parallel_calls_there_is_one(name: str) -> None:
 def test_long_texts_of_no_calls_take_linear_time(name: str) -> None:
     begins = TOOL_PARSERS[name].begins
     for part in (*begins, *(f"{begin}[{{" for begin in begins), "{", '{"name": "', '[{"a": ', "[f(a=", "<function="):
-        text = part * 20_000
+        text = part * 5_000
         assert whole(name, text) == (text, [])
         parser = TOOL_PARSERS[name](TOOLS)
         events = [event for i in range(0, len(text), 40) for event in parser.feed(text[i : i + 40], False)]
@@ -224,6 +230,16 @@ SIGNS = {
     'Return {"name": <n>, "arguments": <a>} within <tool_call></tool_call>': "hermes",
     "<tool_call>\\n<function=example>": "qwen3_coder",
     "{{ '[TOOL_CALLS]' }}": "mistral",
+    "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value></tool_call>": "glm45",
+    "{{ '<' + '｜DSML｜' + 'function_calls>' }}": "deepseek_v32",
+    "<seed:tool_call>\\n<function=example_function_name>": "seed_oss",
+    "{% set begin = '<minimax:tool_call>' %}": "minimax_m2",
+    "<｜tool_calls_begin｜><steptml:invoke name=": "step3",
+    "<|tool_calls_section_begin|>{% for call in calls %}": "kimi_k2",
+    'format it as <tool_calls>[{"name": ...}]</tool_calls>': "hunyuan_a13b",
+    "<TOOLCALL>[{...}]</TOOLCALL>": "nemotron_nano_v2",
+    "wrapped in <function_calls></function_calls> XML tags": "olmo3",
+    "'List of tools: <|tool_list_start|>['": "lfm2",
     "{{ '<｜tool▁call▁begin｜>' }}": "deepseek",
     "{{ '<|tool_call>call:' + name }}": "gemma",
     "{{ '<start_function_call>' }}": "functiongemma",
@@ -241,9 +257,77 @@ def test_the_format_is_found_by_the_template(template: str) -> None:
     assert find_tool_parser(template) is TOOL_PARSERS[SIGNS[template]]
 
 
+#: Where the chat templates of many models lie, one a file, such as ``models/templates`` of llama.cpp.
+TEMPLATES = "OCTAVO_CHAT_TEMPLATES"
+#: Chat templates of models, by file name, and the parsers of their calls and reasoning.
+MODELS = {
+    "Bielik-11B-v3.0-Instruct": ("hermes", "qwen3"),
+    "ByteDance-Seed-OSS": ("seed_oss", "seed_oss"),
+    "GLM-4.6": ("glm45", "qwen3"),
+    "GLM-4.7-Flash": ("glm45", "qwen3"),
+    "HuggingFaceTB-SmolLM3-3B": (None, "qwen3"),
+    "Kimi-K2-Instruct": ("kimi_k2", None),
+    "Kimi-K2-Thinking": ("kimi_k2", "qwen3"),
+    "LFM2-8B-A1B": ("lfm2", None),
+    "LFM2.5-Instruct": ("lfm2", "deepseek_r1"),
+    "MiMo-VL": ("hermes", None),
+    "MiniMax-M2": ("minimax_m2", "qwen3"),
+    "Mistral-Small-3.2-24B-Instruct-2506": ("mistral", None),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("qwen3_coder", "qwen3"),
+    "NVIDIA-Nemotron-Nano-v2": ("nemotron_nano_v2", "qwen3"),
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": ("hermes", None),
+    "Qwen-QwQ-32B": ("hermes", "qwen3"),
+    "Qwen-Qwen2.5-7B-Instruct": ("hermes", None),
+    "Qwen-Qwen3-0.6B": ("hermes", "qwen3"),
+    "Qwen3-Coder": ("qwen3_coder", None),
+    "Qwen3.5-4B": ("qwen3_coder", "qwen3"),
+    "StepFun3.5-Flash": ("qwen3_coder", "qwen3"),
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("deepseek", "qwen3"),
+    "deepseek-ai-DeepSeek-V3.1": ("deepseek", "qwen3"),
+    "deepseek-ai-DeepSeek-V3.2": ("deepseek_v32", "qwen3"),
+    "deepseek-ai-DeepSeek-V4": ("deepseek_v32", "qwen3"),
+    "google-gemma-2-2b-it": (None, None),
+    "google-gemma-4-31B-it": ("gemma", "gemma"),
+    "ibm-granite-granite-3.3-2B-Instruct": ("granite", "qwen3"),
+    "ibm-granite-granite-4.0": ("hermes", None),
+    "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
+    "meta-llama-Llama-3.3-70B-Instruct": ("llama3_json", None),
+    "microsoft-Phi-3.5-mini-instruct": (None, None),
+    "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "mistral"),
+    "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", None),
+    "openai-gpt-oss-120b": ("harmony", "harmony"),
+    "tencent-Hy3": (None, None),
+    "unsloth-mistral-Devstral-Small-2507": ("mistral", None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TEMPLATES not in os.environ, reason=f"{TEMPLATES} names no folder of chat templates")
+@pytest.mark.parametrize("model", MODELS)
+def test_the_formats_of_a_models_own_template_are_found(model: str) -> None:
+    template = (Path(os.environ[TEMPLATES]) / f"{model}.jinja").read_text(encoding="utf-8")
+    calls, reasoning = MODELS[model]
+    assert find_tool_parser(template) is (calls and TOOL_PARSERS[calls])
+    assert find_reasoning_parser(template) is (reasoning and REASONING_PARSERS[reasoning])
+
+
 def test_a_template_without_a_known_sign_has_no_format() -> None:
     assert find_tool_parser("{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}") is None
-    assert find_tool_parser("<tool_call>{function-name}<arg_key>{k}</arg_key></tool_call>") is None
+    assert find_tool_parser("'<tool_calls{}>'.format(suffix)") is None
+
+
+@pytest.mark.parametrize(
+    ("heading", "parsers", "others"),
+    [
+        ("## Parsers of tool calls", TOOL_PARSERS, TOOL_NAMES),
+        ("## Reasoning", REASONING_PARSERS, REASONING_NAMES),
+    ],
+)
+def test_the_page_names_all_parsers(heading: str, parsers: dict[str, Any], others: dict[str, str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|.*\|([^|]*)\|$", page.partition(heading)[2].partition("\n## ")[0], re.MULTILINE)
+    assert [name for name, _ in rows] and {name for name, _ in rows} == set(parsers)
+    assert {other: name for name, cell in rows for other in re.findall(r"`(\w+)`", cell)} == others
 
 
 class Shouting(ToolParser):

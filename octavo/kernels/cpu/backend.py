@@ -24,6 +24,7 @@ from octavo.kernels.cpu.linear import (
     CpuWeight,
     codes_of_matrix,
     codes_of_rows,
+    form_of,
     group_format,
     keeps_bits,
 )
@@ -31,7 +32,9 @@ from octavo.kernels.cpu.sampling import CompiledSampling
 from octavo.kernels.cpu.tape import OpRunner
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch
 from octavo.kernels.interface import (
+    Activation,
     AttentionSpec,
+    AttentionTemperature,
     Communicator,
     Kernels,
     LayerCache,
@@ -39,6 +42,8 @@ from octavo.kernels.interface import (
     PackedWeight,
     PartedForward,
     RoutingSpec,
+    StoredForm,
+    Xielu,
     check_pairs,
 )
 from octavo.kernels.weight_rows import GroupQuantizedRows, QuantizedRows
@@ -214,21 +219,37 @@ class CpuKernels(Kernels):
     def has_products(self, rows: QuantizedRows) -> bool:
         return not isinstance(rows, GroupQuantizedRows) or group_format(rows) is not None
 
+    def form_of(self, kind: str) -> StoredForm:
+        return form_of(kind)
+
     def pack_heads(self, weight: np.ndarray, dtype: DType) -> CpuHeads:
         return CpuHeads(self.runner, weight, dtype)
 
     def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
+        self,
+        gate_up: Sequence[PackedWeight],
+        down: Sequence[PackedWeight],
+        shared: int = 0,
+        activation: Activation = "silu",
+        *,
+        weighs_input: bool = False,
     ) -> CpuExperts:
-        return CpuExperts(self.runner, gate_up, down)
+        return CpuExperts(self.runner, gate_up, down, activation, weighs_input=weighs_input)
+
+    def add_expert_bias(self, x: CpuArray, experts: CpuArray, weights: CpuArray, bias: CpuArray) -> CpuArray:
+        op = cpu.add_expert_bias(
+            *strided(x), experts.address, weights.address, experts.shape[1], bias.address, x.shape[1]
+        )
+        self.runner.run(op, x)
+        return x
 
     def route(self, logits: CpuArray, spec: RoutingSpec, bias: CpuArray | None = None) -> tuple[CpuArray, CpuArray]:
         shape = (logits.shape[0], spec.top_k + spec.shared)
         experts, weights = self.runner.new(logits, shape, DType.INT32), self.runner.new(logits, shape, DType.FLOAT32)
         op = cpu.route(
             *strided(logits), address(bias), experts.address, weights.address, logits.shape[1] - spec.shared,
-            spec.shared, spec.top_k, spec.num_groups, spec.top_groups, spec.best_of_group, spec.scoring == "sigmoid",
-            spec.renormalize, spec.scale,
+            spec.shared, spec.top_k, spec.num_groups, spec.top_groups, spec.best_of_group,
+            getattr(cpu.Scoring, spec.scoring), spec.renormalize, spec.least_sum, spec.scale, spec.jitter,
         )  # fmt: skip
         self.runner.run(op, logits)
         return experts, weights
@@ -250,7 +271,9 @@ class CpuKernels(Kernels):
         self, x: CpuArray, weight: CpuArray, eps: float, *, out_dtype: DType | None = None, add: CpuArray | None = None
     ) -> CpuArray:
         out = self.runner.new(x, x.shape, out_dtype or weight.dtype) if add is None else add
-        self.runner.run(cpu.rms_norm(*_norm_input(x, weight), *_norm_output(x, out, eps), add=address(add)), x)
+        source, target = _norm_input(x, weight), _norm_output(x, out, eps)
+        op = cpu.rms_norm(*source, *target, add=address(add), weight_head_stride=_head_stride(weight))
+        self.runner.run(op, x)
         return out
 
     def layer_norm(
@@ -258,13 +281,36 @@ class CpuKernels(Kernels):
     ) -> CpuArray:
         out = self.runner.new(x, x.shape, out_dtype or weight.dtype)
         source, dtype, stride, weights, weight_dtype = _norm_input(x, weight)
-        op = cpu.layer_norm(source, dtype, stride, weights, address(bias), weight_dtype, *_norm_output(x, out, eps))
+        op = cpu.layer_norm(
+            source, dtype, stride, weights, address(bias), weight_dtype, *_norm_output(x, out, eps),
+            weight_head_stride=_head_stride(weight),
+        )  # fmt: skip
         self.runner.run(op, x)
         return out
+
+    def clamp(self, x: CpuArray, limit: float) -> CpuArray:
+        self.runner.run(cpu.clamp(x.address, x.strides[0], x.shape[1], DTYPES[x.dtype], limit), x)
+        return x
 
     def soft_cap(self, x: CpuArray, cap: float) -> CpuArray:
         self.runner.run(cpu.soft_cap(x.address, x.strides[0], x.shape[1], cap), x)
         return x
+
+    def scale(self, x: CpuArray, factor: float) -> CpuArray:
+        self.runner.run(cpu.scale(x.address, x.strides[0], x.shape[1], factor), x)
+        return x
+
+    def xielu(self, x: CpuArray, parameters: Xielu) -> CpuArray:
+        self.runner.run(cpu.xielu(x.address, x.strides[0], x.shape[1], *parameters), x)
+        return x
+
+    def scale_queries(self, q: CpuArray, positions: CpuArray, temperature: AttentionTemperature) -> CpuArray:
+        op = cpu.query_scale(
+            q.address, *q.strides[:2], *q.shape[1:], DTYPES[q.dtype], temperature.beta, temperature.period,
+            temperature.offset,
+        )  # fmt: skip
+        self.runner.run(op, q, positions=positions.address)
+        return q
 
     def rotary(
         self, q: CpuArray, k: CpuArray, positions: CpuArray, cos_sin: CpuArray, sections: Sequence[int] = ()
@@ -335,6 +381,11 @@ def _norm_input(x: CpuArray, weight: CpuArray) -> tuple[Any, ...]:
     return x.address, DTYPES[x.dtype], x.strides[0], weight.address, DTYPES[weight.dtype]
 
 
+def _head_stride(weight: CpuArray) -> int:
+    """Elements from a head's weight to the next's; 0: all heads have the same."""
+    return weight.strides[0] if len(weight.shape) == 2 else 0
+
+
 def _norm_output(x: CpuArray, out: CpuArray, eps: float) -> tuple[Any, ...]:
     """Address and type of out, width, eps, heads and the stride from head to head of x."""
     heads = x.shape[1] if len(x.shape) == 3 else 1
@@ -370,7 +421,7 @@ def attention_op(q: CpuArray, cache: LayerCache, out: CpuArray, spec: AttentionS
         cache.block_size, DTYPES[q.dtype], DTYPES[cache.dtype], spec.scale, spec.window or 0, spec.soft_cap or 0.0,
         address(_slopes(spec.alibi_slopes)), spec.causal, cache.group, spec.value_dim or 0,
         *((0, 0, 0) if spec.bias is None else (address(spec.bias.values), *spec.bias.layout)),
-        cross=spec.cross, sees_spans=spec.sees_spans,
+        cross=spec.cross, sees_spans=spec.sees_spans, sinks=address(spec.sinks), chunked=spec.chunked,
     )  # fmt: skip
 
 

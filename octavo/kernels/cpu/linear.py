@@ -29,10 +29,11 @@ from octavo.kernels.interface import (
     PackedExperts,
     PackedHeads,
     PackedWeight,
+    StoredForm,
     check_part,
     round_part,
 )
-from octavo.kernels.weight_rows import GGUFRows, GroupQuantizedRows, QuantizedRows
+from octavo.kernels.weight_rows import GGUFRows, GroupQuantizedRows, QuantizedRows, dequantize
 
 
 class CpuWeight(PackedWeight):
@@ -174,23 +175,35 @@ class CpuHeads(PackedHeads):
 
 
 class CpuExperts(PackedExperts):
-    def __init__(self, runner: OpRunner, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]) -> None:
-        self._runner = runner
-        self._group = cpu.ExpertGroup([*map(_expert_matrix, gate_up)], [*map(_expert_matrix, down)])
+    def __init__(
+        self,
+        runner: OpRunner,
+        gate_up: Sequence[PackedWeight],
+        down: Sequence[PackedWeight],
+        activation: Activation = "silu",
+        *,
+        weighs_input: bool = False,
+    ) -> None:
+        self._runner, self._weighs_input = runner, weighs_input
+        matrices = ([_expert_matrix(weight) for weight in weights] for weights in (gate_up, down))
+        self._group = cpu.ExpertGroup(*matrices, getattr(cpu.Activation, activation))
+        #: The compiled matrices hold their addresses.
+        self._biases = [weight.bias for weight in gate_up if isinstance(weight, CpuQuantizedWeight)]
 
     def __call__(self, x: CpuArray, experts: CpuArray, weights: CpuArray, add: CpuArray | None = None) -> CpuArray:
         """The rows of an expert in one product; a row's bits do not depend on the others."""
         out = self._runner.new(x, tuple(x.shape), DType.FLOAT32) if add is None else add
         op = cpu.experts(
-            self._group, *typed(x), experts.address, weights.address, experts.shape[1], *strided(out), *strided(add)
-        )
+            self._group, *typed(x), experts.address, weights.address, experts.shape[1], *strided(out), *strided(add),
+            weighs_input=self._weighs_input,
+        )  # fmt: skip
         self._runner.run(op, x)
         return out
 
 
 def _expert_matrix(weight: PackedWeight) -> Any:
     if isinstance(weight, CpuQuantizedWeight):
-        return cpu.quantized_expert(weight.parts)
+        return cpu.quantized_expert(weight.parts, address(weight.bias))
     assert isinstance(weight, CpuDenseWeight)
     return cpu.dense_expert(weight.packed)
 
@@ -277,7 +290,7 @@ class Codes:
     format: str
     #: [N, K]; 8 bits: int8; 4 bits: uint8, one per byte.
     codes: np.ndarray
-    #: float16 [N, K / group]; q8_channel: float32 [N].
+    #: float16 [N, K / group]; q8_channel: float32 [N]; mxfp4: uint8 [N, K / 32], e8m0.
     scales: np.ndarray
     #: float16 [N, K / group].
     minima: np.ndarray | None = None
@@ -331,26 +344,37 @@ def codes_of_matrix(weight: np.ndarray, kind: str) -> Codes:
 
 def keeps_bits(part: QuantizedRows) -> bool:
     """Whether ``codes_of_rows`` gives the very values of a GGUF matrix."""
-    return isinstance(part, GGUFRows) and part.kind in KEPT_TYPES
+    return isinstance(part, GGUFRows) and part.kind in KEPT_TYPES and part.factors is None
+
+
+#: Values that ``codes_of_rows`` dequantises at once.
+_VALUES_AT_ONCE = 1 << 22
 
 
 def codes_of_rows(part: QuantizedRows) -> Codes:
     """The codes of a matrix in a checkpoint's own bits; GGUF blocks of other types than ``KEPT_TYPES`` get 8 bits.
 
-    Those types have 2 to 6 bits: with a scale for each 32 values, the second rounding error is far below the first.
+    Those types have 1 to 6 bits: with a scale for each 32 values, the second rounding error is far below the first.
     """
     if isinstance(part, GroupQuantizedRows):
         return group_codes(part)
-    if isinstance(part, GGUFRows) and keeps_bits(part):
+    assert isinstance(part, GGUFRows)
+    if keeps_bits(part):
         return gguf_weight(part.kind, part.rows, part.columns)
-    return quantize_weight(part.dequantize(), "int8", 32)
+    step = max(1, _VALUES_AT_ONCE // part.columns)
+    pieces = [
+        quantize_weight(part.take(slice(start, start + step), slice(None)).dequantize(), "int8", 32)
+        for start in range(0, len(part.rows), step)
+    ]
+    codes, scales = (np.concatenate(arrays) for arrays in zip(*((p.codes, p.scales) for p in pieces), strict=True))
+    return Codes("q8_32", codes, scales)
 
 
 def gguf_weight(kind: str, rows: np.ndarray, columns: int) -> Codes:
     """The exact codes of a GGUF tensor: uint8 rows [N, bytes of a row] of K ``columns``, of one of ``KEPT_TYPES``."""
     if kind not in _READERS:
         raise ConfigError(f"GGUF type {kind} is not kept in its bits; kept: {', '.join(_READERS)}")
-    values, size, read = _READERS[kind]
+    _, values, size, read = _READERS[kind]
     if columns % values or rows.shape[1] != columns // values * size:
         raise ConfigError(
             f"rows of {columns} values of GGUF type {kind} have {columns / values * size:g} bytes, not {rows.shape[1]}"
@@ -404,6 +428,11 @@ def _iq4_nl(blocks: np.ndarray) -> Codes:
     return Codes("q8_32", _IQ4_VALUES[_nibbles(blocks[..., 2:])], _halves(blocks, 0))
 
 
+def _mxfp4(blocks: np.ndarray) -> Codes:
+    """A block: scale, 16 bytes."""
+    return Codes("mxfp4", _nibbles(blocks[..., 1:]), blocks[..., 0])
+
+
 def _q4_k(blocks: np.ndarray) -> Codes:
     """A block: d, dmin, 12 bytes of 8 scales and 8 minima, 4 runs of 32 bytes.
 
@@ -424,17 +453,41 @@ def _q4_k(blocks: np.ndarray) -> Codes:
     )
 
 
-#: Values and bytes of a block, and its reader.
-_READERS: dict[str, tuple[int, int, Callable[[np.ndarray], Codes]]] = {
-    "Q8_0": (32, 34, _q8_0),
-    "Q4_0": (32, 18, _q4_0),
-    "Q4_1": (32, 20, _q4_1),
-    "Q5_0": (32, 22, _q5_0),
-    "IQ4_NL": (32, 18, _iq4_nl),
-    "Q4_K": (256, 144, _q4_k),
+def _signs(kind: str, scale_at: int) -> Callable[[np.ndarray], Codes]:
+    """A reader of a type whose values are -1, 0 or 1 times a scale, which is at byte ``scale_at`` of a block."""
+
+    def read(blocks: np.ndarray) -> Codes:
+        scales, units = _halves(blocks, scale_at), blocks.copy()
+        units[..., scale_at : scale_at + 2] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
+        codes = (dequantize(kind, units.reshape(len(units), -1)) + 8).astype(np.uint8)
+        return Codes("q4_128", codes, np.repeat(scales, codes.shape[1] // scales.shape[1] // 128, axis=1))
+
+    return read
+
+
+#: The format, values and bytes of a block, and its reader.
+_READERS: dict[str, tuple[str, int, int, Callable[[np.ndarray], Codes]]] = {
+    "Q8_0": ("q8_32", 32, 34, _q8_0),
+    "Q4_0": ("q4_32", 32, 18, _q4_0),
+    "Q4_1": ("q4_1", 32, 20, _q4_1),
+    "Q5_0": ("q8_32", 32, 22, _q5_0),
+    "IQ4_NL": ("q8_32", 32, 18, _iq4_nl),
+    "MXFP4": ("mxfp4", 32, 17, _mxfp4),
+    "Q4_K": ("q4_k", 256, 144, _q4_k),
+    "TQ1_0": ("q4_128", 256, 54, _signs("TQ1_0", 52)),
+    "TQ2_0": ("q4_128", 256, 66, _signs("TQ2_0", 64)),
+    "Q1_0": ("q4_128", 128, 18, _signs("Q1_0", 0)),
 }
 #: Types that products compute without requantisation.
 KEPT_TYPES = frozenset(_READERS)
+#: Bits of a weight, with its share of scales and minima.
+_BITS = {"q8_32": 8.5, "q4_32": 4.5, "q4_128": 4.125, "q4_1": 5.0, "q4_k": 4.625, "mxfp4": 4.25}
+
+
+def form_of(kind: str) -> StoredForm:
+    """How a matrix of a GGUF type is kept by ``codes_of_rows``."""
+    format = _READERS[kind][0] if kind in _READERS else "q8_32"
+    return StoredForm(_BITS[format], kind in _READERS)
 
 
 #: Greatest relative error of a scale or minimum as float16.

@@ -76,6 +76,9 @@ class AttentionConfig(NamedTuple):
     causal: bool = True
     #: Whether some tokens see later ones although attention is causal.
     spans: bool = False
+    sinks: bool = False
+    #: See ``AttentionSpec.chunked``.
+    chunked: bool = False
 
     @property
     def wide(self) -> bool:
@@ -95,6 +98,8 @@ class AttentionArgs(NamedTuple):
     #: See ``attend``.
     scale: float
     config: AttentionConfig
+    #: See ``AttentionSpec``.
+    sinks: Tensor | None = None
 
 
 def make_args(q: Tensor, cache: TritonLayerCache, batch: ForwardBatch, spec: AttentionSpec) -> AttentionArgs:
@@ -116,6 +121,8 @@ def make_args(q: Tensor, cache: TritonLayerCache, batch: ForwardBatch, spec: Att
         compute=_COMPUTE[compute],
         causal=spec.causal,
         spans=spans,
+        sinks=spec.sinks is not None,
+        chunked=spec.chunked,
     )
     return AttentionArgs(
         cache.argument,
@@ -124,6 +131,7 @@ def make_args(q: Tensor, cache: TritonLayerCache, batch: ForwardBatch, spec: Att
         cache.group,
         spec.scale / spec.soft_cap if spec.soft_cap else spec.scale * _LOG2_E,
         config,
+        spec.sinks,
     )
 
 
@@ -217,6 +225,16 @@ def state_of_nothing(ROWS: tl.constexpr, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def first_key(position, CONFIG: tl.constexpr):
+    """The first position that tokens at ``position`` attend to, with a window."""
+    if CONFIG.chunked:  # noqa: SIM108
+        first = position // CONFIG.window * CONFIG.window
+    else:
+        first = tl.maximum(position - CONFIG.window + 1, 0)
+    return first
+
+
+@triton.jit
 def attend(
     acc,
     l,  # noqa: E741
@@ -243,7 +261,7 @@ def attend(
         l: float32 [rows]
         m: float32 [rows]
         q: [rows, dim] of the compute type, 0 past ``head_dim``.
-        positions: int32 [rows]: with a window a row attends to keys from its position less ``window - 1`` on.
+        positions: int32 [rows]: with a window a row attends to keys from ``first_key`` of its position on.
         last: int32 [rows]: the last key that a row attends to; most often its position.
         begin: first position of the first tile, a multiple of ``TILE``.
         end: position past the last key; a partial last tile is computed as a whole.
@@ -278,7 +296,7 @@ def attend(
         if MASKED:
             seen = keys[None, :] <= last[:, None]
             if CONFIG.window > 0:
-                seen = seen & (keys[None, :] > positions[:, None] - CONFIG.window)
+                seen = seen & (keys[None, :] >= first_key(positions, CONFIG)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         new_m = tl.maximum(m, tl.max(scores, 1) * factor)
         p = tl.exp2(scores * factor - new_m[:, None])
@@ -343,9 +361,21 @@ def merge(acc, l, m, other_acc, other_l, other_m):  # noqa: E741
 
 
 @triton.jit
-def store_attended(out_ptr, acc, l, row, valid, CONFIG: tl.constexpr):  # noqa: E741
+def with_sinks(l, m, sinks):  # noqa: E741
+    """(factor of the results, sum) with a sink for each row, once all keys are summed."""
+    sinks *= 1.4426950408889634
+    new_m = tl.maximum(m, sinks)
+    kept = tl.exp2(m - new_m)
+    return kept, l * kept + tl.exp2(sinks - new_m)
+
+
+@triton.jit
+def store_attended(out_ptr, sinks_ptr, acc, l, m, row, valid, CONFIG: tl.constexpr):  # noqa: E741
     """Writes the results of valid rows, numbers ``row`` of out [T * H, head_dim]; 0 of rows without keys."""
     dims = tl.arange(0, CONFIG.dim)
+    if CONFIG.sinks:
+        kept, l = with_sinks(l, m, tl.load(sinks_ptr + row % (CONFIG.kv_heads * CONFIG.group), valid, other=0.0))  # noqa: E741
+        acc *= kept[:, None]
     attended = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     inside = valid[:, None] & (dims[None, :] < CONFIG.head_dim)
     at = row[:, None] * CONFIG.head_dim + dims[None, :]
@@ -389,13 +419,13 @@ def decode(q: Tensor, out: Tensor, batch: ForwardBatch, args: AttentionArgs) -> 
         sums = torch.empty(sequences, total_heads, 2, parts, dtype=torch.float32, device=q.device)
     _decode_kernel[(parts, columns, sequences)](
         q, out, partial, sums, batch.positions, batch.seq_lens, batch.block_tables[args.kv_group], args.cache,
-        args.slopes, *q.stride()[:2], batch.block_tables.stride(1), args.scale,
+        args.slopes, args.sinks, *q.stride()[:2], batch.block_tables.stride(1), args.scale,
         CONFIG=config, HEADS=heads, ROWS=tiling.rows, TILE=tiling.keys, SPLIT=parts > 1, num_warps=tiling.warps,
         num_stages=tiling.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if parts > 1:
         _combine_kernel[(sequences * total_heads,)](
-            partial, sums, out, parts,
+            partial, sums, out, args.sinks, parts, total_heads,
             HEAD_DIM=config.head_dim, DIM=config.dim, CHUNK=_COMBINE_PARTS, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -419,8 +449,8 @@ def count_parts(programs: int, max_seq_len: int, tile: int, device: torch.device
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
-    q_ptr, out_ptr, partial_ptr, sums_ptr, positions_ptr, seq_lens_ptr, tables_ptr, cache, slopes_ptr, q_token_stride,
-    q_head_stride, table_stride, scale,
+    q_ptr, out_ptr, partial_ptr, sums_ptr, positions_ptr, seq_lens_ptr, tables_ptr, cache, slopes_ptr, sinks_ptr,
+    q_token_stride, q_head_stride, table_stride, scale,
     CONFIG: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Program (i, h, s): part i of sequence s's context, for ``HEADS`` query heads of one KV head."""
@@ -445,7 +475,7 @@ def _decode_kernel(
 
     first = 0
     if CONFIG.window > 0:
-        first = tl.maximum(length - CONFIG.window, 0) // TILE
+        first = first_key(length - 1, CONFIG) // TILE
     share = ((length + TILE - 1) // TILE - first + parts - 1) // parts
     begin = (first + part * share) * TILE
     end = tl.minimum(begin + share * TILE, length)
@@ -464,13 +494,14 @@ def _decode_kernel(
         tl.store(sums_ptr + row * 2 * parts + part, m, mask=in_group)
         tl.store(sums_ptr + (row * 2 + 1) * parts + part, l, mask=in_group)
     else:
-        store_attended(out_ptr, acc, l, row, in_group, CONFIG)
+        store_attended(out_ptr, sinks_ptr, acc, l, m, row, in_group, CONFIG)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _combine_kernel(
-    partial_ptr, sums_ptr, out_ptr, parts, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr
-):
+    partial_ptr, sums_ptr, out_ptr, sinks_ptr, parts, heads,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Program r: row r of the flattened [sequences, heads], its parts ``CHUNK`` at a time."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIM)
@@ -490,6 +521,9 @@ def _combine_kernel(
         acc = acc * kept + tl.sum(values * weights[:, None], 0)
         total = total * kept + tl.sum(l * weights, 0)
         greatest = new_greatest
+    if sinks_ptr is not None:
+        kept, total = with_sinks(total, greatest, tl.load(sinks_ptr + row % heads))
+        acc *= kept
     acc = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + row * HEAD_DIM + dims, rounded(acc, out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
@@ -605,14 +639,15 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, args: AttentionArgs
         sums = torch.empty(flat_rows, pieces, 2, dtype=torch.float32, device=q.device)
     _pieces_kernel[(columns, tiles, parts)](
         q, out, partial, sums, batch.query_start_loc, batch.positions, batch.seq_lens,
-        batch.block_tables[args.kv_group], args.cache, args.slopes, args.until, *q.stride()[:2],
+        batch.block_tables[args.kv_group], args.cache, args.slopes, args.until, args.sinks, *q.stride()[:2],
         batch.block_tables.stride(1), args.scale, sequences, pieces,
         CONFIG=config, PIECE_TOKENS=PIECE, HEADS=heads, TOKENS=tokens, ROWS=tiling.rows, TILE=tiling.keys,
         SPLIT=parts > 1, num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if parts > 1:
         _merge_kernel[(q.shape[0], config.kv_heads)](
-            partial, sums, out, batch.query_start_loc, batch.positions, batch.seq_lens, args.until, sequences, pieces,
+            partial, sums, out, batch.query_start_loc, batch.positions, batch.seq_lens, args.until, args.sinks,
+            sequences, pieces,
             CONFIG=config, PIECE_TOKENS=PIECE, ROWS=triton.next_power_of_2(config.group), num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -629,7 +664,7 @@ def _fixed_tiling(args: AttentionArgs) -> Tiling:
 @triton.jit(do_not_specialize=["table_stride", "sequences", "pieces"])
 def _pieces_kernel(
     q_ptr, out_ptr, partial_ptr, sums_ptr, query_start_ptr, positions_ptr, seq_lens_ptr, tables_ptr, cache, slopes_ptr,
-    until_ptr, q_token_stride, q_head_stride, table_stride, scale, sequences, pieces,
+    until_ptr, sinks_ptr, q_token_stride, q_head_stride, table_stride, scale, sequences, pieces,
     CONFIG: tl.constexpr, PIECE_TOKENS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -647,7 +682,7 @@ def _pieces_kernel(
 
     begin = 0
     if CONFIG.window > 0:
-        begin = tl.maximum(oldest - CONFIG.window + 1, 0) // TILE * TILE
+        begin = first_key(oldest, CONFIG) // TILE * TILE
     first = begin // PIECE_TOKENS
     # An empty sequence has one piece, without keys.
     count = tl.maximum((end + PIECE_TOKENS - 1) // PIECE_TOKENS - first, 1)
@@ -674,12 +709,13 @@ def _pieces_kernel(
         else:
             total_acc, total_l, total_m = merge(total_acc, total_l, total_m, acc, l, m)
     if not SPLIT:
-        store_attended(out_ptr, total_acc, total_l, flat_row, valid, CONFIG)
+        store_attended(out_ptr, sinks_ptr, total_acc, total_l, total_m, flat_row, valid, CONFIG)
 
 
 @triton.jit(do_not_specialize=["sequences", "pieces"])
 def _merge_kernel(
-    partial_ptr, sums_ptr, out_ptr, query_start_ptr, positions_ptr, seq_lens_ptr, until_ptr, sequences, pieces,
+    partial_ptr, sums_ptr, out_ptr, query_start_ptr, positions_ptr, seq_lens_ptr, until_ptr, sinks_ptr, sequences,
+    pieces,
     CONFIG: tl.constexpr, PIECE_TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, k): merges the pieces that token t attends to, in order, for the query heads of KV head k."""
@@ -706,7 +742,7 @@ def _merge_kernel(
     flat_row = token.to(tl.int64) * (CONFIG.kv_heads * CONFIG.group) + tl.program_id(1) * CONFIG.group + rows
     first = 0
     if CONFIG.window > 0:
-        first = tl.maximum(position - CONFIG.window + 1, 0) // PIECE_TOKENS
+        first = first_key(position, CONFIG) // PIECE_TOKENS
     last = tl.maximum(last_key // PIECE_TOKENS, 0) + 1
     total_acc, total_l, total_m = state_of_nothing(ROWS, CONFIG)
     for piece in range(first, last):
@@ -715,7 +751,7 @@ def _merge_kernel(
         l = tl.load(sums_ptr + 2 * at, mask=valid, other=0.0)  # noqa: E741
         m = tl.load(sums_ptr + 2 * at + 1, mask=valid, other=NO_KEYS)
         total_acc, total_l, total_m = merge(total_acc, total_l, total_m, acc, l, m)
-    store_attended(out_ptr, total_acc, total_l, flat_row, valid, CONFIG)
+    store_attended(out_ptr, sinks_ptr, total_acc, total_l, total_m, flat_row, valid, CONFIG)
 
 
 # Prefills: several tokens per sequence, in tiles of queries over the paged context (Dao 2023, FlashAttention-2).
@@ -730,7 +766,7 @@ def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, args: AttentionArgs, fi
     tiles = count_tiles(q.shape[0] - first, sequences - first, tokens)
     _prefill_kernel[(columns, tiles)](
         q, out, batch.query_start_loc, batch.positions, batch.seq_lens, batch.block_tables[args.kv_group],
-        args.cache, args.slopes, args.until, *q.stride()[:2], batch.block_tables.stride(1), args.scale,
+        args.cache, args.slopes, args.until, args.sinks, *q.stride()[:2], batch.block_tables.stride(1), args.scale,
         first, sequences,
         CONFIG=config, HEADS=heads, TOKENS=tokens, ROWS=tiling.rows, TILE=tiling.keys, num_warps=tiling.warps,
         num_stages=tiling.stages, enable_fp_fusion=True,
@@ -751,7 +787,7 @@ def _prefill_tiling(args: AttentionArgs) -> Tiling:
 
 @triton.jit(do_not_specialize=["table_stride", "first", "sequences"])
 def _prefill_kernel(
-    q_ptr, out_ptr, query_start_ptr, positions_ptr, seq_lens_ptr, tables_ptr, cache, slopes_ptr, until_ptr,
+    q_ptr, out_ptr, query_start_ptr, positions_ptr, seq_lens_ptr, tables_ptr, cache, slopes_ptr, until_ptr, sinks_ptr,
     q_token_stride, q_head_stride, table_stride, scale, first, sequences,
     CONFIG: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -768,7 +804,7 @@ def _prefill_kernel(
     )  # fmt: skip
     acc, l, m = state_of_nothing(ROWS, CONFIG)  # noqa: E741
     if CONFIG.window > 0:
-        masked_from = tl.maximum(oldest - CONFIG.window + 1, 0) // TILE * TILE
+        masked_from = first_key(oldest, CONFIG) // TILE * TILE
     else:
         # Keys that all rows attend to; the remaining ones, on the diagonal or of a span, are masked.
         masked_from = (oldest + 1 if CONFIG.causal else length) // TILE * TILE
@@ -780,4 +816,5 @@ def _prefill_kernel(
         acc, l, m, q, positions, last, masked_from, end, length, kv_head, table_ptr, cache, scale, slopes,
             CONFIG, True, TILE,
     )  # fmt: skip
-    store_attended(out_ptr, acc, l, flat * (CONFIG.kv_heads * CONFIG.group) + heads, valid, CONFIG)
+    row = flat * (CONFIG.kv_heads * CONFIG.group) + heads
+    store_attended(out_ptr, sinks_ptr, acc, l, m, row, valid, CONFIG)

@@ -17,7 +17,7 @@ from octavo.config.kv_spec import KVSpec
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.kernels.forward_batch import ARRAYS, BatchSize, Forward, ForwardBatch, ForwardOutput, padding_batch
-from octavo.kernels.interface import ArrayMaker, AttentionSpec, LayerCache, PackedExperts, PackedWeight
+from octavo.kernels.interface import Activation, ArrayMaker, AttentionSpec, LayerCache, PackedExperts, PackedWeight
 from octavo.kernels.torch_backend import TorchKernels, torch_dtype
 from octavo.kernels.triton import attention, elementwise
 from octavo.kernels.triton.cache import (
@@ -31,9 +31,10 @@ from octavo.kernels.triton.cache import (
 )
 from octavo.kernels.triton.experts import pack_experts
 from octavo.kernels.triton.lora import TritonAdapters
+from octavo.kernels.triton.mxfp4 import TritonMXFP4Weight
 from octavo.kernels.triton.quant import TritonDenseWeight, TritonQuantizedWeight, quantize
 from octavo.kernels.triton.sampling import TritonSampling
-from octavo.kernels.weight_rows import QuantizedRows
+from octavo.kernels.weight_rows import GGUFRows, QuantizedRows
 
 logger = logging.getLogger("octavo")
 
@@ -129,20 +130,36 @@ class TritonKernels(TorchKernels):
         gated: bool = False,
         pieces: int = 1,
     ) -> PackedWeight:
+        blocks = [part for part in parts if isinstance(part, GGUFRows) and self.has_products(part)]
         matrices = [part for part in parts if isinstance(part, np.ndarray)]
+        if len(blocks) == len(parts):
+            rows = torch.from_numpy(np.concatenate([part.rows for part in blocks])).to(self.device)
+            added = None if bias is None else self.array(bias, dtype)
+            return TritonMXFP4Weight(rows, added, torch_dtype(dtype), gated, self.deterministic)
         if len(matrices) < len(parts):
             raise ConfigError(
-                "the triton backend has no products in a file's bits: it cannot serve quantization='gguf'"
+                "the triton backend has no products in a file's bits but of MXFP4: it cannot serve quantization='gguf'"
             )
         weight, added = self.stack(matrices, bias, dtype)
         if quantization in (None, "gguf"):
             return TritonDenseWeight(weight, added, gated, self.deterministic)
         return TritonQuantizedWeight(quantize(weight, str(quantization), added), gated, self.deterministic)
 
+    def has_products(self, rows: QuantizedRows) -> bool:
+        return isinstance(rows, GGUFRows) and rows.kind == "MXFP4" and rows.factors is None
+
     def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int = 0
+        self,
+        gate_up: Sequence[PackedWeight],
+        down: Sequence[PackedWeight],
+        shared: int = 0,
+        activation: Activation = "silu",
+        *,
+        weighs_input: bool = False,
     ) -> PackedExperts:
-        return pack_experts(gate_up, down, shared, deterministic=self.deterministic)
+        return pack_experts(
+            gate_up, down, shared, activation, weighs_input=weighs_input, deterministic=self.deterministic
+        )
 
     def check_attention(self, spec: AttentionSpec) -> None:
         missing = {

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.core.dtypes import DType
-from octavo.kernels.interface import Activation
+from octavo.kernels.interface import SWIGLU_LIMIT, Activation
 from octavo.kernels.torch_backend import torch_dtype
 from octavo.kernels.triton import interpreted
 
@@ -28,7 +28,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def silu(x):
+def _silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
@@ -53,12 +53,75 @@ def _relu(x):
     return tl.where(x < 0.0, 0.0, x)  # NaN of NaN
 
 
+_SWIGLU_LIMIT = tl.constexpr(SWIGLU_LIMIT)
+
+
+@triton.jit
+def _swiglu_oai(gate):
+    return _quick_gelu(tl.where(gate > _SWIGLU_LIMIT, _SWIGLU_LIMIT, gate))  # NaN of NaN
+
+
+@triton.jit
+def _relu2(x):
+    return _relu(x) * _relu(x)
+
+
 FUNCTIONS: dict[Activation, triton.JITFunction] = {
-    "silu": silu,
+    "silu": _silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": _quick_gelu,
     "relu": _relu,
+    "swiglu_oai": _swiglu_oai,
+    "relu2": _relu2,
+}
+
+
+@triton.jit
+def _gated_silu(gate, up):
+    return _silu(gate) * up
+
+
+@triton.jit
+def _gated_gelu(gate, up):
+    return _gelu(gate) * up
+
+
+@triton.jit
+def _gated_gelu_tanh(gate, up):
+    return _gelu_tanh(gate) * up
+
+
+@triton.jit
+def _gated_quick_gelu(gate, up):
+    return _quick_gelu(gate) * up
+
+
+@triton.jit
+def _gated_relu(gate, up):
+    return _relu(gate) * up
+
+
+@triton.jit
+def _gated_swiglu_oai(gate, up):
+    up = tl.where(up > _SWIGLU_LIMIT, _SWIGLU_LIMIT, tl.where(up < -_SWIGLU_LIMIT, -_SWIGLU_LIMIT, up))
+    return _swiglu_oai(gate) * (up + 1.0)
+
+
+@triton.jit
+def _gated_relu2(gate, up):
+    return _relu2(gate) * up
+
+
+#: What gated products make of gate and up.
+GATED_FUNCTIONS: dict[Activation, triton.JITFunction] = {
+    "silu": _gated_silu,
+    "gelu": _gated_gelu,
+    "gelu_tanh": _gated_gelu_tanh,
+    "quick_gelu": _gated_quick_gelu,
+    "relu": _gated_relu,
+    "swiglu_oai": _gated_swiglu_oai,
+    "relu2": _gated_relu2,
 }
 
 
@@ -70,21 +133,19 @@ def _activation_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     gate_ptr = x_ptr + row * row_stride + column
-    out = FUNCTION(tl.load(gate_ptr, inside, other=0.0).to(tl.float32))
-    if GATED:
-        out *= tl.load(gate_ptr + inner, inside, other=0.0).to(tl.float32)
+    out = tl.load(gate_ptr, inside, other=0.0).to(tl.float32)
+    out = FUNCTION(out, tl.load(gate_ptr + inner, inside, other=0.0).to(tl.float32)) if GATED else FUNCTION(out)
     tl.store(out_ptr + row * inner + column, rounded(out, out_ptr.dtype.element_ty), inside)
 
 
 def activate(x: Tensor, activation: Activation, *, gated: bool) -> Tensor:
-    """The activation of x [T, I], rows strided; gated, of the first half of x [T, 2 * I], times the second: [T, I]."""
+    """The activation of x [T, I], rows strided; or, gated, of the two halves of x [T, 2 * I]: [T, I]."""
     rows, inner = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     out = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
     if out.numel():
         grid = (rows, triton.cdiv(inner, _BLOCK))
-        _activation_kernel[grid](
-            x, out, x.stride(0), inner, FUNCTION=FUNCTIONS[activation], GATED=gated, BLOCK=_BLOCK, num_warps=4
-        )
+        function = (GATED_FUNCTIONS if gated else FUNCTIONS)[activation]
+        _activation_kernel[grid](x, out, x.stride(0), inner, FUNCTION=function, GATED=gated, BLOCK=_BLOCK, num_warps=4)
     return out
 
 
@@ -98,8 +159,12 @@ _ELEMENTS = 1024
 def _norm_kernel(
     x_ptr, weight_ptr, bias_ptr, add_ptr, out_ptr, rows, inner, outer_stride, inner_stride, width, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr,
+    PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Row r of the input begins at (r // inner) * outer_stride + (r % inner) * inner_stride; CENTRED: layer norm."""
+    """Row r of the input begins at (r // inner) * outer_stride + (r % inner) * inner_stride; CENTRED: layer norm.
+
+    PER_HEAD: the weight, and the bias, are those of r % inner.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -108,11 +173,15 @@ def _norm_kernel(
     if CENTRED:
         mean = tl.sum(x, axis=1) / width
         x = tl.where(inside, x - mean[:, None], 0.0)
-    weight = tl.load(weight_ptr + column, column < width, other=0.0).to(tl.float32)
+    if PER_HEAD:
+        vector, held = (row % inner)[:, None] * width + column[None, :], inside
+    else:
+        vector, held = column[None, :], (column < width)[None, :]
+    weight = tl.load(weight_ptr + vector, held, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / width + eps)
-    out = x * scale[:, None] * weight[None, :]
+    out = x * scale[:, None] * weight
     if HAS_BIAS:
-        out += tl.load(bias_ptr + column, column < width, other=0.0).to(tl.float32)[None, :]
+        out += tl.load(bias_ptr + vector, held, other=0.0).to(tl.float32)
     place = row.to(tl.int64)[:, None] * width + column[None, :]
     if HAS_ADD:
         out += tl.load(add_ptr + place, inside, other=0.0)
@@ -152,7 +221,7 @@ def _norm(
         x, weight, weight if bias is None else bias, out if add is None else add, out, rows, inner, x.stride(0),
         x.stride(1) if x.dim() == 3 else 0, width, eps,
         ROWS=tile_rows, BLOCK=block, CENTRED=centred, HAS_BIAS=bias is not None, HAS_ADD=add is not None,
-        num_warps=warps,
+        PER_HEAD=weight.dim() == 2, num_warps=warps,
     )  # fmt: skip
     return out
 

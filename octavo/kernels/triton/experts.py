@@ -12,9 +12,9 @@ from torch import Tensor
 
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
-from octavo.kernels.interface import PackedExperts, PackedWeight
-from octavo.kernels.triton.elementwise import rounded, silu
-from octavo.kernels.triton.matmul import gathered_product
+from octavo.kernels.interface import Activation, PackedExperts, PackedWeight
+from octavo.kernels.triton.elementwise import GATED_FUNCTIONS, rounded
+from octavo.kernels.triton.mxfp4 import TritonMXFP4Weight, product_of_rows
 from octavo.kernels.triton.quant import TritonDenseWeight
 
 #: Rows of a tile for experts with few pairs, and with many.
@@ -24,25 +24,29 @@ _COLUMNS = 64
 
 @dataclass(frozen=True)
 class TritonExperts(PackedExperts):
-    """Experts that are not quantised."""
+    """Experts that are not quantised, or of MXFP4."""
 
-    #: [experts, 2 * inner, E] and [experts, E, inner].
+    #: [experts, 2 * inner, E] and [experts, E, inner]; of MXFP4 the last dimension is bytes of blocks.
     gate_up: Tensor
     down: Tensor
     #: (gate and up, down) of each expert that every token has, of any size.
     shared: Sequence[tuple[PackedWeight, PackedWeight]]
     deterministic: bool
+    #: Of gate and up, [experts, 2 * inner].
+    bias: Tensor | None = None
+    activation: Activation = "silu"
+    weighs_input: bool = False
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
         """Shared experts are ordinary products, added last."""
         routed = experts.shape[1] - len(self.shared)
         out = self._routed(x, experts[:, :routed], weights[:, :routed].contiguous(), add)
         for i, (gate_up, down) in enumerate(self.shared):
-            out += down(gate_up(x, activation="silu"), DType.FLOAT32) * weights[:, routed + i, None]
+            out += down(gate_up(x, activation=self.activation), DType.FLOAT32) * weights[:, routed + i, None]
         return out
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor, add: Tensor | None) -> Tensor:
-        (tokens, slots), (count, hidden, inner) = chosen.shape, self.down.shape
+        (tokens, slots), (count, hidden, _), inner = chosen.shape, self.down.shape, self.gate_up.shape[1] // 2
         out = add if add is not None else torch.empty((tokens, hidden), dtype=torch.float32, device=x.device)
         pairs = tokens * slots
         if not pairs:
@@ -52,11 +56,16 @@ class TritonExperts(PackedExperts):
         place, of_tile = sort_pairs(chosen, count, rows)
         inner_rows = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
         parts = torch.empty((pairs, hidden), dtype=torch.float32, device=x.device)
+        slots_of_row = slots
+        if self.weighs_input:
+            x = (x.unsqueeze(1) * weights.unsqueeze(2)).to(x.dtype).flatten(0, 1)
+            slots_of_row, weights = 1, torch.ones_like(weights)
         shape = {"ROWS": rows, "COLUMNS": _COLUMNS, "DEPTH": depth, "num_warps": 4, "enable_fp_fusion": False}
         tiles = len(of_tile)
         _gate_up_kernel[(tiles, triton.cdiv(inner, _COLUMNS))](
-            x, self.gate_up, inner_rows, place, of_tile, pairs, slots, inner, x.shape[1], x.stride(0), **shape
-        )
+            x, self.gate_up, self.bias, inner_rows, place, of_tile, pairs, slots_of_row, inner, x.shape[1], x.stride(0),
+            GATE=GATED_FUNCTIONS[self.activation], **shape,
+        )  # fmt: skip
         _down_kernel[(tiles, triton.cdiv(hidden, _COLUMNS))](
             inner_rows, self.down, weights, parts, place, of_tile, pairs, hidden, inner, **shape
         )
@@ -68,19 +77,32 @@ class TritonExperts(PackedExperts):
 
 
 def pack_experts(
-    gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight], shared: int, *, deterministic: bool
+    gate_up: Sequence[PackedWeight],
+    down: Sequence[PackedWeight],
+    shared: int,
+    activation: Activation,
+    *,
+    weighs_input: bool,
+    deterministic: bool,
 ) -> TritonExperts:
     """See ``Kernels.pack_experts``; stacks the matrices of the routed experts."""
     routed = len(gate_up) - shared
-    if not all(isinstance(weight, TritonDenseWeight) for weight in (*gate_up[:routed], *down[:routed])):
-        raise ConfigError(
-            "the triton kernels have no products of quantised experts: set quantization='none', or kernels='cpu'"
-        )
-    first, second = (
-        torch.stack([weight.weight for weight in weights[:routed] if isinstance(weight, TritonDenseWeight)])
-        for weights in (gate_up, down)
+    first, second = (torch.stack([_matrix(weight) for weight in weights[:routed]]) for weights in (gate_up, down))
+    biases = [weight.bias for weight in gate_up[:routed] if isinstance(weight, (TritonDenseWeight, TritonMXFP4Weight))]
+    bias = torch.stack([one for one in biases if one is not None]) if biases[0] is not None else None
+    shared_experts = [*zip(gate_up[routed:], down[routed:], strict=True)]
+    return TritonExperts(first, second, shared_experts, deterministic, bias, activation, weighs_input)
+
+
+def _matrix(weight: PackedWeight) -> Tensor:
+    if isinstance(weight, TritonMXFP4Weight):
+        return weight.blocks
+    if isinstance(weight, TritonDenseWeight):
+        return weight.weight
+    raise ConfigError(
+        "the triton kernels have products of experts of MXFP4, and of none that are quantised otherwise: set "
+        "quantization='none', or kernels='cpu'"
     )
-    return TritonExperts(first, second, [*zip(gate_up[routed:], down[routed:], strict=True)], deterministic)
 
 
 def sort_pairs(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -118,21 +140,21 @@ def _pairs_of_tile(pairs_ptr, experts_ptr, pairs, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pairs"])
 def _gate_up_kernel(
-    x_ptr, weight_ptr, hidden_ptr, pairs_ptr, experts_ptr, pairs, slots, inner, depth, x_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, hidden_ptr, pairs_ptr, experts_ptr, pairs, slots, inner, depth, x_stride,
+    GATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """hidden[pair] = silu(gate) * up of the pair's token; weight [experts, 2 * inner, depth]."""
+    """hidden[pair] = GATE(gate, up) of the pair's token; weight [experts, 2 * inner, depth]."""
     expert, pair, inside = _pairs_of_tile(pairs_ptr, experts_ptr, pairs, ROWS)
     if expert >= 0:
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        k = tl.arange(0, DEPTH)
-        x_ptrs = x_ptr + (pair // slots).to(tl.int64)[:, None] * x_stride + k[None, :]
+        x_rows = x_ptr + (pair // slots).to(tl.int64) * x_stride
         row = expert.to(tl.int64) * 2 * inner + tl.minimum(column, inner - 1)
-        gate_ptrs = weight_ptr + row[None, :] * depth + k[:, None]
-        gate = gathered_product(x_ptrs, gate_ptrs, inside, k, 0, depth, depth, ROWS, COLUMNS, DEPTH)
-        up_ptrs = gate_ptrs + inner.to(tl.int64) * depth
-        up = gathered_product(x_ptrs, up_ptrs, inside, k, 0, depth, depth, ROWS, COLUMNS, DEPTH)
-        out = rounded(silu(gate) * up, hidden_ptr.dtype.element_ty)
+        gate = product_of_rows(x_rows, weight_ptr, row, inside, depth, ROWS, COLUMNS, DEPTH)
+        up = product_of_rows(x_rows, weight_ptr, row + inner, inside, depth, ROWS, COLUMNS, DEPTH)
+        if bias_ptr is not None:
+            gate += tl.load(bias_ptr + row).to(tl.float32)[None, :]
+            up += tl.load(bias_ptr + row + inner).to(tl.float32)[None, :]
+        out = rounded(GATE(gate, up), hidden_ptr.dtype.element_ty)
         place = pair.to(tl.int64)[:, None] * inner + column[None, :]
         tl.store(hidden_ptr + place, out, inside[:, None] & (column < inner)[None, :])
 
@@ -146,11 +168,9 @@ def _down_kernel(
     expert, pair, inside = _pairs_of_tile(pairs_ptr, experts_ptr, pairs, ROWS)
     if expert >= 0:
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        k = tl.arange(0, DEPTH)
-        hidden_ptrs = hidden_ptr + pair.to(tl.int64)[:, None] * depth + k[None, :]
+        hidden_rows = hidden_ptr + pair.to(tl.int64) * depth
         row = expert.to(tl.int64) * columns + tl.minimum(column, columns - 1)
-        weight_ptrs = weight_ptr + row[None, :] * depth + k[:, None]
-        total = gathered_product(hidden_ptrs, weight_ptrs, inside, k, 0, depth, depth, ROWS, COLUMNS, DEPTH)
+        total = product_of_rows(hidden_rows, weight_ptr, row, inside, depth, ROWS, COLUMNS, DEPTH)
         total *= tl.load(scales_ptr + pair, inside, other=0.0)[:, None]
         place = pair.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(out_ptr + place, total, inside[:, None] & (column < columns)[None, :])

@@ -25,7 +25,7 @@ from octavo.core.errors import ConfigError, WeightError
 from octavo.kernels.interface import Activation, PackedWeight
 from octavo.kernels.torch_backend import TorchWeight, check_fp8, torch_dtype
 from octavo.kernels.triton import interpreted
-from octavo.kernels.triton.elementwise import FUNCTIONS, activate, embedding, rounded
+from octavo.kernels.triton.elementwise import GATED_FUNCTIONS, activate, embedding, rounded
 from octavo.kernels.triton.matmul import dot_of_columns, matmul, pieces_of, result_of, splits, tile_place
 
 # Quantisation of weights to 8 or 4 bits, at load.
@@ -311,7 +311,7 @@ def _quantized_kernel(
     KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """out = x weight^T (+ bias) (+ residual); with GATE, GATE(first half) * second half.
+    """out = x weight^T (+ bias) (+ residual); with GATE, GATE(first half, second half).
 
     With SPLIT a program computes one piece of K and stores it in partial [PIECES, rows, columns], in which a tile's
     columns are contiguous; the last program of a tile adds all pieces, in order.
@@ -426,7 +426,7 @@ def _finish(
     if GATE is not None:
         HALF: tl.constexpr = whole.shape[1] // 2
         gate, up = tl.split(tl.reshape(rounded(whole, out_ptr.dtype.element_ty), (whole.shape[0], HALF, 2)))
-        whole = GATE(gate.to(tl.float32)) * up.to(tl.float32)
+        whole = GATE(gate.to(tl.float32), up.to(tl.float32))
         column = column_tile * HALF + tl.arange(0, HALF)
         columns = columns // 2
     place = row[:, None] * columns + column[None, :]
@@ -467,7 +467,7 @@ def quantized_gated(
     """
     assert packed.outputs % COLUMNS == 0
     out = torch.empty((x.shape[0], packed.outputs // 2), dtype=x.dtype, device=x.device)
-    return _product(x, packed, out, None, gate=FUNCTIONS[activation], deterministic=deterministic)
+    return _product(x, packed, out, None, gate=GATED_FUNCTIONS[activation], deterministic=deterministic)
 
 
 def _product(

@@ -1,17 +1,19 @@
 # ruff: noqa: RUF001, RUF002 (tokens of DeepSeek)
-"""The formats in which models write tool calls: first those of JSON objects, then Python, Gemma and Qwen3-Coder."""
+"""The formats in which models write tool calls with arguments as JSON objects, and as Python."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
-from abc import abstractmethod
 from collections.abc import Collection
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 from octavo.engine.chat_messages import HERMES, CallFormat
-from octavo.server.tool_parsers.tool_parser import EndOfText, Malformed, Reading, ToolParser
+from octavo.engine.harmony import CALL, CHANNEL, CONSTRAIN, END, FINAL, MESSAGE, START, TURN, call_header
+from octavo.server.tool_parsers.tool_parser import Malformed, Reading, ToolParser
 
 _SEPARATORS = re.compile(r"[\s,;]*")
 #: Keys of a call. A bare object with another one before its name is some other object.
@@ -95,12 +97,12 @@ class JsonCalls(ToolParser):
                 return
             yield from self.json_call(bare=bare)
 
-    def named_call(self, name: str) -> Reading[None]:
+    def named_call(self, name: str, call_id: str | None = None) -> Reading[None]:
         """Passes the arguments of a call whose name was passed, and emits the call."""
         self.check_name(name)
         if (yield from self.peek()) != "{":
             raise Malformed
-        self.start_call(name)
+        self.start_call(name, call_id)
         yield from self.arguments()
 
 
@@ -119,9 +121,11 @@ def _as_object(value: str | None) -> str:
 
 
 class MarkedCalls(JsonCalls):
-    """Calls between two markers; the end marker may be missing."""
+    """Calls between two markers, as one object or a list; the end marker may be missing."""
 
     ends: ClassVar[tuple[str, ...]]
+    #: Whether models write the end marker of a list.
+    closes: ClassVar[bool] = True
 
     def parse(self) -> Reading[None]:
         while True:
@@ -130,9 +134,14 @@ class MarkedCalls(JsonCalls):
             yield from self.json_calls()
             yield from self.close(*self.ends)
 
+    @classmethod
+    def call_format(cls, template: str) -> CallFormat:
+        begin, end = cls.begins[0], cls.ends[0] if cls.closes else ""
+        return CallFormat(_JSON_CALL, separator=", ", begin=f"{begin}[", end=f"]{end}", trigger=begin)
+
 
 class Hermes(MarkedCalls):
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3, Granite 4, SmolLM3."""
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3, Granite 4, ERNIE 4.5."""
 
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
     begins: ClassVar[tuple[str, ...]] = ("<tool_call>",)
@@ -149,10 +158,23 @@ class Granite(MarkedCalls):
     markers: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<tool_call>", "<|/tool_call|>", "</tool_call>")
     begins: ClassVar[tuple[str, ...]] = ("<|tool_call|>", "<tool_call>")
     ends: ClassVar[tuple[str, ...]] = ("<|/tool_call|>", "</tool_call>")
+    closes: ClassVar[bool] = False
 
-    @classmethod
-    def call_format(cls, template: str) -> CallFormat:
-        return CallFormat(_JSON_CALL, separator=", ", begin="<|tool_call|>[", end="]", trigger="<|tool_call|>")
+
+class Hunyuan(MarkedCalls):
+    """``<tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>``: Hunyuan, Jamba."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<tool_calls>", "</tool_calls>")
+    begins: ClassVar[tuple[str, ...]] = ("<tool_calls>",)
+    ends: ClassVar[tuple[str, ...]] = ("</tool_calls>",)
+
+
+class NemotronNano2(MarkedCalls):
+    """``<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>``: Nemotron Nano 2."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<TOOLCALL>", "</TOOLCALL>")
+    begins: ClassVar[tuple[str, ...]] = ("<TOOLCALL>",)
+    ends: ClassVar[tuple[str, ...]] = ("</TOOLCALL>",)
 
 
 class Phi4Mini(JsonCalls):
@@ -229,18 +251,20 @@ class Mistral(JsonCalls):
             if (yield from self.peek()) in "[{":
                 yield from self.json_calls()
                 continue
-            name = yield from self.name()
+            name, call_id = (yield from self.name()), ""
             self.check_name(name)
             if (yield from self.optional("[CALL_ID]")) is not None:
-                yield from self.name()
+                call_id = yield from self.name()
             yield from self.optional("[ARGS]")
             yield from self.space()
-            yield from self.named_call(name)
+            yield from self.named_call(name, call_id or None)
 
     @classmethod
     def call_format(cls, template: str) -> CallFormat:
         if "[ARGS]" in template:
-            return CallFormat("[TOOL_CALLS]{name}[ARGS]{arguments}", separator="", trigger="[TOOL_CALLS]")
+            call_id = "[CALL_ID]{id}" if "[CALL_ID]" in template else ""
+            call = f"[TOOL_CALLS]{{name}}{call_id}[ARGS]{{arguments}}"
+            return CallFormat(call, separator="", trigger="[TOOL_CALLS]")
         return CallFormat(_JSON_CALL, separator=", ", begin="[TOOL_CALLS][", end="]", trigger="[TOOL_CALLS]")
 
 
@@ -286,6 +310,67 @@ class DeepSeek(JsonCalls):
         return CallFormat(call, "\n" if in_block else "", begin=cls._BEGIN, end=cls._END, trigger=cls._BEGIN)
 
 
+class KimiK2(JsonCalls):
+    """``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`` within a section: Kimi K2.
+
+    The text before the arguments is the id of the call, which the model has been trained to see again.
+    """
+
+    _BEGIN, _END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    _CALL, _ARGUMENTS, _CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    markers: ClassVar[tuple[str, ...]] = (_BEGIN, _CALL, _ARGUMENTS, _CALL_END, _END)
+    begins: ClassVar[tuple[str, ...]] = (_BEGIN, _CALL)
+
+    def parse(self) -> Reading[None]:
+        while True:
+            if (yield from self.content(self._BEGIN, self._CALL)) == self._BEGIN:
+                yield from self.space()
+                yield from self.expect(self._CALL)
+            call_id = (yield from self.until(self._ARGUMENTS)).strip()
+            yield from self.space()
+            yield from self.named_call(call_id.removeprefix("functions.").partition(":")[0], call_id)
+            yield from self.close(self._CALL_END)
+            yield from self.close(self._END)
+
+    @classmethod
+    def call_format(cls, template: str) -> CallFormat:
+        call = f"{cls._CALL}functions.{{name}}:{{index}}{cls._ARGUMENTS}{{arguments}}{cls._CALL_END}"
+        return CallFormat(call, separator="", begin=cls._BEGIN, end=cls._END, trigger=cls._BEGIN)
+
+
+class Harmony(JsonCalls):
+    """``<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>``: gpt-oss.
+
+    The reasoning parser of the format takes the other messages of an answer apart.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, CONSTRAIN, MESSAGE, CALL, END)
+
+    def parse(self) -> Reading[None]:
+        if self.at_start:
+            self.at_start, self._may_call = False, True
+            if (yield from self.optional(" to=")) is not None:
+                yield from self._call(" to=")
+        while True:
+            yield from self._call((yield from self.content(START, CHANNEL)))
+
+    def _call(self, begin: str) -> Reading[None]:
+        """Passes a call whose header has begun."""
+        header = begin + (yield from self.until(MESSAGE))
+        recipient = _RECIPIENT.search(header)
+        if recipient is None:
+            raise Malformed
+        yield from self.space()
+        yield from self.named_call(recipient[1].removeprefix("functions."))
+        yield from self.close(CALL, END)
+
+    @classmethod
+    def call_format(cls, template: str) -> CallFormat:
+        # The model ends its turn with a call.
+        return CallFormat(f"{TURN}{call_header('{name}')}{{arguments}}", answer=TURN + FINAL)
+
+
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
 _IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
 _OUTSIDE = re.compile(r"[^\"'()\[\]{},]*")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -294,24 +379,41 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 class Pythonic(ToolParser):
     """``[f(a=1, b="x"), g()]`` at the beginning or after ``<|python_start|>``: Llama 3.2 and 4.
 
-    A call is held back until it is whole, as no marker tells it from other text.
+    A call is held back until it is whole. Values are Python literals or JSON.
     """
 
     markers: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")
     begins: ClassVar[tuple[str, ...]] = ("<|python_start|>",)
+    #: Whether calls need no marker where the text begins with them.
+    bare: ClassVar[bool] = True
+    #: Whether calls stand in a list, or on lines of their own.
+    in_list: ClassVar[bool] = True
 
     def parse(self) -> Reading[None]:
-        if self.at_start:
+        begin, end = self.markers
+        if self.at_start and self.bare:
             self.at_start = False
             yield from self.space()
             if (yield from self.peek()) == "[":
                 self._may_call = True
                 yield from self._calls()
         while True:
-            yield from self.content("<|python_start|>")
+            yield from self.content(begin)
             yield from self.space()
-            yield from self._calls()
-            yield from self.close("<|python_end|>")
+            if self.in_list or (yield from self.peek()) == "[":
+                yield from self._calls()
+            else:
+                yield from self._lines(end)
+            yield from self.close(end)
+
+    def _lines(self, end: str) -> Reading[None]:
+        """Passes calls on lines of their own up to the end marker, which may be missing."""
+        yield from self._call()
+        while True:
+            yield from self.close(",")
+            if (yield from self.peek()) == end[0] or not (yield from self.peek()).isalpha():
+                return
+            yield from self._call()
 
     def _calls(self) -> Reading[None]:
         yield from self.expect("[")
@@ -365,187 +467,41 @@ class Pythonic(ToolParser):
             else:
                 raise Malformed
 
+    @classmethod
+    def call_format(cls, template: str) -> CallFormat:
+        begin, end = ("[", "]") if cls.bare else (f"{cls.markers[0]}[", f"]{cls.markers[1]}")
+        trigger = None if cls.bare else cls.markers[0]
+        python = CallFormat("{name}({arguments})", ", ", begin, end, trigger, argument="{key}={value}", values="python")
+        return replace(python, argument_separator=", ")
+
+
+class Olmo3(Pythonic):
+    """Calls such as ``f(a='x', b=true)``, each on a line, within ``<function_calls>``: OLMo 3."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<function_calls>", "</function_calls>")
+    begins: ClassVar[tuple[str, ...]] = ("<function_calls>",)
+    bare: ClassVar[bool] = False
+    in_list: ClassVar[bool] = False
+
+    @classmethod
+    def call_format(cls, template: str) -> CallFormat:
+        begin, end = cls.markers
+        form = super().call_format(template)
+        return replace(form, separator="\n", begin=f"{begin}\n", end=f"\n{end}", values="json")
+
+
+class Lfm2(Pythonic):
+    """``<|tool_call_start|>[f(a="x")]<|tool_call_end|>``: LFM2 and LFM2.5."""
+
+    markers: ClassVar[tuple[str, ...]] = ("<|tool_call_start|>", "<|tool_call_end|>")
+    begins: ClassVar[tuple[str, ...]] = ("<|tool_call_start|>",)
+    bare: ClassVar[bool] = False
+
 
 def _as_json(text: str) -> str:
-    for read in (ast.literal_eval, json.loads):
+    for read in (functools.partial(json.loads, strict=False), ast.literal_eval):
         try:
             return json.dumps(read(text.strip()), ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
     raise Malformed
-
-
-_MAX_DEPTH = 64
-_BARE = re.compile(r"[^,{}\[\]<>\s:]*")
-_LITERALS = {"true": True, "false": False, "null": None, "None": None, "True": True, "False": False}
-
-
-class TaggedCalls(ToolParser):
-    """Emits a call when it is whole, so that a malformed one becomes content.
-
-    If the text ends within a call after its name, the call is emitted with its whole arguments.
-    """
-
-    #: No argument has begun, so the text may end here without a loss.
-    between = False
-
-    @abstractmethod
-    def read_members(self, name: str, members: dict[str, str]) -> Reading[None]:
-        """Passes the arguments of a call and adds the JSON text of each value to ``members``, by name."""
-
-    def read_call(self, name: str) -> Reading[None]:
-        """Passes the rest of a call after its name, and emits it."""
-        self.check_name(name)
-        members: dict[str, str] = {}
-        try:
-            yield from self.read_members(name, members)
-        except EndOfText:
-            complete = self.between and not self._cut and self._position == len(self._text)
-            self._emit_call(name, members, "}" if complete else "")
-            raise
-        self._emit_call(name, members, "}")
-
-    def _emit_call(self, name: str, members: dict[str, str], end: str) -> None:
-        self.start_call(name)
-        pairs = [f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items()]
-        self.add_arguments("{" + ", ".join(pairs) + end)
-
-
-class Gemma(TaggedCalls):
-    """``<|tool_call>call:f{a:<|"|>text<|"|>,b:1}<tool_call|>`` of Gemma 4."""
-
-    _BEGIN, _END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-    markers: ClassVar[tuple[str, ...]] = (_BEGIN, _END, _QUOTE)
-    begins: ClassVar[tuple[str, ...]] = (_BEGIN,)
-
-    def parse(self) -> Reading[None]:
-        while True:
-            yield from self.content(self._BEGIN)
-            yield from self.space()
-            yield from self.expect("call:")
-            yield from self._call()
-            while (yield from self.close(self._END)) is None and (yield from self.optional("call:")) is not None:
-                yield from self._call()
-
-    def _call(self) -> Reading[None]:
-        name = yield from self.name()
-        yield from self.space()
-        yield from self.expect("{")
-        yield from self.read_call(name)
-
-    def read_members(self, name: str, members: dict[str, str]) -> Reading[None]:
-        while (yield from self._another("}")):
-            key = yield from self._key()
-            members[key] = _dumped((yield from self._value(0)))
-
-    def _another(self, end: str) -> Reading[bool]:
-        """Passes the separator before a value; false: the end was there."""
-        yield from self.space()
-        yield from self.optional(",")
-        yield from self.space()
-        return (yield from self.optional(end)) is None
-
-    def _key(self) -> Reading[str]:
-        if (yield from self.optional(self._QUOTE)) is not None:
-            key = yield from self.until(self._QUOTE)
-        else:
-            key = yield from self.matched(_BARE)
-        yield from self.space()
-        yield from self.expect(":")
-        if not key:
-            raise Malformed
-        return key
-
-    def _value(self, depth: int) -> Reading[Any]:
-        yield from self.space()
-        if depth > _MAX_DEPTH:
-            raise Malformed
-        if (yield from self.optional(self._QUOTE)) is not None:
-            return (yield from self.until(self._QUOTE, limit=_NO_LIMIT))
-        if (yield from self.optional("{")) is not None:
-            members: dict[str, Any] = {}
-            while (yield from self._another("}")):
-                key = yield from self._key()
-                members[key] = yield from self._value(depth + 1)
-            return members
-        if (yield from self.optional("[")) is not None:
-            items: list[Any] = []
-            while (yield from self._another("]")):
-                items.append((yield from self._value(depth + 1)))
-            return items
-        text = yield from self.matched(_BARE)
-        if not text:  # nothing would be passed
-            raise Malformed
-        return _literal(text)
-
-
-class FunctionGemma(Gemma):
-    """``<start_function_call>call:f{a:<escape>text<escape>}<end_function_call>`` of FunctionGemma."""
-
-    _BEGIN, _END, _QUOTE = "<start_function_call>", "<end_function_call>", "<escape>"
-    markers: ClassVar[tuple[str, ...]] = (_BEGIN, _END, _QUOTE)
-    begins: ClassVar[tuple[str, ...]] = (_BEGIN,)
-
-
-class QwenCoder(TaggedCalls):
-    """``<tool_call><function=f><parameter=a>text</parameter></function></tool_call>`` of Qwen3-Coder and Qwen 3.5.
-
-    A value is text if the tool's schema says so, else JSON if it is valid, else text. Closing tags may be missing: an
-    argument ends at the next tag.
-    """
-
-    _CALL, _FUNCTION, _PARAMETER = "<tool_call>", "<function=", "<parameter="
-    _CALL_END, _FUNCTION_END, _PARAMETER_END = "</tool_call>", "</function>", "</parameter>"
-    markers: ClassVar[tuple[str, ...]] = (_CALL, _CALL_END)
-    begins: ClassVar[tuple[str, ...]] = (_CALL,)
-
-    def parse(self) -> Reading[None]:
-        while True:
-            if (yield from self.content(self._CALL, self._FUNCTION)) == self._CALL:
-                yield from self.space()
-                yield from self.expect(self._FUNCTION)
-            yield from self.read_call((yield from self.until(">")).strip())
-            yield from self.close(self._CALL_END)
-
-    def read_members(self, name: str, members: dict[str, str]) -> Reading[None]:
-        while True:
-            self.between = True
-            yield from self.space()
-            tags = (self._PARAMETER, self._FUNCTION_END, self._CALL_END, self._CALL, self._FUNCTION)
-            tag = yield from self.expect(*tags)
-            self.between = False
-            if tag != self._PARAMETER:
-                if tag != self._FUNCTION_END:
-                    self._position -= len(tag)
-                return
-            key = (yield from self.until(">")).strip()
-            ends = (self._PARAMETER_END, self._PARAMETER, self._FUNCTION_END, self._CALL_END)
-            text, tag = yield from self.until_any(*ends, limit=_NO_LIMIT)
-            if tag != self._PARAMETER_END:
-                self._position -= len(tag)
-            text = text.removeprefix("\n").removesuffix("\n")
-            properties = self.tools[name].get("properties")
-            schema = properties.get(key) if isinstance(properties, dict) else None
-            is_text = isinstance(schema, dict) and schema.get("type") == "string"
-            members[key] = _dumped(text if is_text else _literal(text))
-
-
-_NO_LIMIT = 1 << 40
-
-
-def _literal(text: str) -> Any:
-    """The value of a JSON text, or of one of Python's constants; else the text itself."""
-    text = text.strip()
-    if text in _LITERALS:
-        return _LITERALS[text]
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _dumped(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
-        raise Malformed from None

@@ -1,4 +1,4 @@
-"""Tool calls in growing text: the events of a choice, the base class of parsers, and grammars of calls.
+"""Tool calls in growing text: the events of a choice, and the base class of parsers.
 
 The ``parse`` of a format is a coroutine, written as if the whole text were there: at the end of the text so far it
 waits. So its events do not depend on how the text was cut, and its cost is linear in the text.
@@ -11,12 +11,11 @@ import json
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Set
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from octavo.engine.chat_messages import CallFormat
-from octavo.grammar.json_schema import forbid_extra_properties
 
 # The events of a choice, which the routes format.
 
@@ -43,7 +42,7 @@ class ToolCallStart:
 
     #: Number of the call in the choice, from 0.
     index: int
-    #: Unique among all responses.
+    #: Unique among all responses, unless the model numbers its calls.
     id: str
     name: str
 
@@ -217,13 +216,13 @@ class ToolParser(ABC):
                 self._events.append(ContentDelta(text, self._text_start + self._position))
         self._in_arguments = False
 
-    def start_call(self, name: str) -> None:
-        """Emits the beginning of a call, and drops its notation read so far."""
+    def start_call(self, name: str, call_id: str | None = None) -> None:
+        """Emits the beginning of a call, and drops its notation read so far. ``call_id``: the model's own, if any."""
         self.check_name(name)
         self._emitted = self._position
         self._after_call = self._in_calls = True
         if self._parallel or self._num_calls == 0:
-            self._events.append(ToolCallStart(self._num_calls, f"call_{secrets.token_hex(12)}", name))
+            self._events.append(ToolCallStart(self._num_calls, call_id or f"call_{secrets.token_hex(12)}", name))
         self._num_calls += 1
 
     def add_arguments(self, text: str) -> None:
@@ -434,95 +433,3 @@ def _patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str
     partial = "|".join(map(re.escape, sorted(beginnings, key=len, reverse=True)))
     whole = "|".join(map(re.escape, markers))
     return re.compile(whole), re.compile(rf"(?:{partial})\Z"), max(map(len, markers))
-
-
-# Grammars of calls, in llguidance's Lark notation.
-
-#: llguidance: JSON on one line, as chat templates write it, so that a model cannot write spaces forever. Unsupported
-#: keywords are errors, and a value matches exactly one schema of a ``oneOf``.
-_JSON_OPTIONS = {
-    "lenient": False,
-    "coerce_one_of": False,
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
-_TEXT = r"TEXT: /(.|\n)*/"
-
-
-class CallGrammar:
-    """The Lark grammar of calls of certain tools in one format."""
-
-    def __init__(
-        self,
-        form: CallFormat,
-        tools: Mapping[str, Mapping[str, Any]],
-        special: Mapping[str, int],
-        *,
-        parallel: bool = True,
-        strict: Set[str] = frozenset(),
-    ) -> None:
-        """``tools``: parameter schemas by name; ``strict``: tools of which unsupported schema keywords are errors.
-
-        ``special``: ids of the special tokens by text.
-        """
-        self._form = form
-        self._special = special
-        #: Further calls after the first.
-        self._more = ""
-        if parallel and form.separator is not None:
-            self._more = f"({self._text(form.separator)} call)*"
-        self._names = list(tools)
-        self._rules = []
-        for i, (name, schema) in enumerate(tools.items()):
-            # Objects have only the properties that the schema names: functions take no others.
-            options = {**_JSON_OPTIONS, "strict": True} if name in strict else _JSON_OPTIONS
-            whole = json.dumps({**forbid_extra_properties(dict(schema)), "x-guidance": options})
-            self._rules.append(f"arguments_{i}: %json {whole}")
-        calls = [self._call(name, i, self._text(form.pieces(name)[0])) for i, name in enumerate(self._names)]
-        self._rules.append(f"call: {' | '.join(calls)}")
-
-    def calls(self) -> str:
-        """One or more calls and nothing else."""
-        return self._rules_after(f"start: {self._calls()}")
-
-    def calls_or(self, answer: str) -> str:
-        """Calls, or an answer, which is the right side of a rule."""
-        return self._rules_after(f"start: calls | answer\ncalls: {self._calls()}\nanswer: {answer}")
-
-    def calls_in_text(self) -> str:
-        """Any text in which everything that begins like a call is one. The format needs a ``trigger``."""
-        form = self._form
-        trigger = form.trigger or ""
-        heads = []
-        for i, name in enumerate(self._names):
-            head = form.begin + form.pieces(name)[0]
-            heads.append(self._call(name, i, self._text(head[len(trigger) :])))
-        if trigger in self._special:
-            free = f"free: TEXT {self._text(trigger)}"
-        else:
-            free = f"free[lazy]: TEXT {self._text(trigger)}"
-        rules = ["start: tag* rest", "rest: TEXT", _TEXT, free, f"first: {' | '.join(heads)}"]
-        rules.append(f"tag: free first {self._more} {self._text(form.end)}")
-        return self._rules_after("\n".join(rules))
-
-    def _calls(self) -> str:
-        return f"{self._text(self._form.begin)} call {self._more} {self._text(self._form.end)}"
-
-    def _call(self, name: str, index: int, head: str) -> str:
-        return f"{head} arguments_{index} {self._text(self._form.pieces(name)[1])}"
-
-    def _rules_after(self, start: str) -> str:
-        return "\n".join([start, *self._rules])
-
-    def _text(self, text: str) -> str:
-        """A text as literals and special tokens."""
-        special = [token for token in self._special if token in text]
-        parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
-        symbols = []
-        for part in filter(None, parts):
-            if part not in self._special:
-                symbols.append(json.dumps(part))
-            else:  # llguidance names tokens by their text in angle brackets, or by id
-                symbols.append(part if re.fullmatch(r"<[^<>\s]+>", part) else f"<[{self._special[part]}]>")
-        return " ".join(symbols)

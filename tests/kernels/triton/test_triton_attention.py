@@ -49,6 +49,10 @@ class Case:
     #: Whether tokens see none after them; if so, whether some see those of a run of their own.
     causal: bool = True
     spans: bool = False
+    #: Whether the window, if there is one, is a chunk.
+    chunked: bool = False
+    #: Sinks of the heads, from one that takes nearly all to one that takes nearly nothing.
+    sinks: bool = False
 
 
 @st.composite
@@ -66,6 +70,8 @@ def cases(draw: st.DrawFn) -> Case:
         alibi=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
         after=draw(st.sampled_from([0, 0, 5, 70])),
+        chunked=draw(st.booleans()),
+        sinks=draw(st.booleans()),
     )
 
 
@@ -168,6 +174,8 @@ def attend(case: Case, step: Step, scale: float) -> Floats:
     for (before, new), key, value in zip(case.lengths, step.keys, step.values, strict=True):
         for position in range(before, before + new):
             oldest = 0 if case.window is None else max(0, position - case.window + 1)
+            if case.window is not None and case.chunked:
+                oldest = position // case.window * case.window
             last = max(position, until[row]) if case.causal else len(key) - 1
             for head in range(q.shape[1]):
                 kv = head // case.group
@@ -177,14 +185,26 @@ def attend(case: Case, step: Step, scale: float) -> Floats:
                 if case.alibi:
                     scores += 2.0 ** -(head + 1) * np.arange(oldest - position, last - position + 1)
                 weights = np.exp(scores - scores.max())
-                out[row, head] = weights @ value[oldest : last + 1, kv] / weights.sum()
+                total = weights.sum()
+                if case.sinks:
+                    total += np.exp(float(sinks_of(q.shape[1])[head]) - scores.max())
+                out[row, head] = weights @ value[oldest : last + 1, kv] / total
             row += 1
     return out
 
 
+def sinks_of(heads: int) -> Tensor:
+    return torch.linspace(9, -9, heads, device=DEVICE)
+
+
 def compute(case: Case, step: Step, scale: float, deterministic: bool) -> Tensor:
     slopes = tuple(2.0 ** -(head + 1) for head in range(step.q.shape[1])) if case.alibi else None
-    spec = AttentionSpec(scale, case.window, case.cap or None, slopes, case.causal, sees_spans=case.spans)
+    chunked = case.chunked and case.window is not None
+    spec = AttentionSpec(
+        scale, case.window, case.cap or None, slopes, case.causal, sees_spans=case.spans, chunked=chunked
+    )
+    if case.sinks:
+        spec = replace(spec, sinks=sinks_of(step.q.shape[1]))
     return paged_attention(step.q, step.cache, step.batch, spec, deterministic=deterministic)
 
 
@@ -251,7 +271,7 @@ def test_a_cache_of_another_16_bit_type_loses_nothing(deterministic: bool) -> No
     ("parts", "window"), [(2, 70), (3, None), pytest.param(18, None, marks=pytest.mark.slow), (7, 1)]
 )
 def test_a_context_may_be_cut_into_any_number_of_parts(parts: int, window: int | None) -> None:
-    case = Case([(300, 1), (0, 1), (63, 1), (64, 1)], kv_heads=1, head_dim=8, window=window)
+    case = Case([(300, 1), (0, 1), (63, 1), (64, 1)], kv_heads=1, head_dim=8, window=window, sinks=parts == 2)
     step = build(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "count_parts", lambda *_: parts)

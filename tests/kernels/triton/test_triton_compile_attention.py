@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "decode fp8": {"call": "decode", "cache_dtype": "float8_e4m3fn"},
     "decode odd": {"call": "decode", "head_dim": 80, "block_size": 5, "group": 7, "window": 100, "cap": 30.0},
     "decode alibi": {"call": "decode", "group": 1, "alibi": True},
+    "decode sinks": {"call": "decode", "head_dim": 64, "group": 8, "window": 128, "sinks": True},
     "decode float32": {"call": "decode", "dtype": "float32", "head_dim": 64},
     "prefill": {"call": "prefill"},
     "prefill 64": {"call": "prefill", "head_dim": 64, "group": 3},
@@ -32,12 +33,14 @@ CASES: dict[str, dict[str, Any]] = {
     "prefill int8": {"call": "prefill", "cache_dtype": "int8"},
     "prefill fp8": {"call": "prefill", "cache_dtype": "float8_e4m3fn"},
     "prefill spans": {"call": "prefill", "window": 512, "spans": True},
+    "prefill sinks": {"call": "prefill", "head_dim": 64, "group": 8, "window": 128, "sinks": True},
     "prefill whole 72": {"call": "prefill", "head_dim": 72, "group": 1, "causal": False},
     "prefill large blocks": {"call": "prefill", "block_size": 128},
     "prefill float32": {"call": "prefill", "dtype": "float32", "head_dim": 64},
     "fixed": {"call": "fixed"},
     "fixed whole": {"call": "fixed", "max_seq_len": 64},
     "fixed 256": {"call": "fixed", "head_dim": 256},
+    "fixed sinks": {"call": "fixed", "head_dim": 64, "group": 8, "sinks": True},
     "fixed int8": {"call": "fixed", "cache_dtype": "int8"},
     "rotary": {"call": "rotary"},
     "rotary fp8": {"call": "rotary", "cache_dtype": "float8_e4m3fn"},
@@ -99,6 +102,7 @@ def launch(
     alibi: bool = False,
     spans: bool = False,
     causal: bool = True,
+    sinks: bool = False,
     max_seq_len: int = 8192,
     sections: tuple[int, ...] = (),
 ) -> None:
@@ -128,7 +132,8 @@ def launch(
         parts = 4 if max_seq_len > 64 else 1
         with mock.patch.object(attention, "count_parts", lambda *_: parts):
             slopes = (0.5,) * 8 * group if alibi else None
-            spec = AttentionSpec(0.1, window, cap, slopes, causal, sees_spans=spans)
+            values = torch.zeros(8 * group) if sinks else None
+            spec = AttentionSpec(0.1, window, cap, slopes, causal, sees_spans=spans, sinks=values)
             attention.paged_attention(q, caches[1], batch, spec, deterministic=call == "fixed")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "embedding", lambda: elementwise.embedding(ids, weight)
     yield "embedding scaled and added", lambda: elementwise.embedding(ids, weight, 7, scale=2.5, add=residual)
     yield "rms_norm heads", lambda: elementwise.rms_norm(heads[:, :8], weight[0, :128], 1e-5)
-    for name in ("silu", "gelu", "gelu_tanh", "relu"):
+    for name in ("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"):
         yield f"{name} gated", partial(elementwise.activate, x, name, gated=True)
     yield "gelu", lambda: elementwise.activate(x, "gelu", gated=False)
     for rows in (1, 2048):
@@ -71,6 +72,12 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             torch.empty(8, 1024, 4096, dtype=half), torch.empty(8, 4096, 512, dtype=half), (), False
         )
         yield f"experts {rows}", partial(group, x[:rows], chosen, weights, residual[:rows])
+        first = torch.empty(8, 1024, 4096 // 32 * 17, dtype=torch.uint8)
+        second = torch.empty(8, 4096, 512 // 32 * 17, dtype=torch.uint8)
+        of_mxfp4 = experts.TritonExperts(first, second, (), False)
+        yield f"experts of mxfp4 {rows}", partial(of_mxfp4, x[:rows], chosen, weights, residual[:rows])
+        biased = replace(group, bias=torch.empty(8, 1024, dtype=half), activation="swiglu_oai")
+        yield f"experts with biases {rows}", partial(biased, x[:rows], chosen, weights, residual[:rows])
     kernels = TritonKernels("cpu")
     for rank in (16, 64):
         qkv = kernels.adapters.make_low_rank(LowRankShape(4096, (4096, 1024, 1024), 8, rank, engine_dtype(half)))
