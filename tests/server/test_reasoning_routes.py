@@ -167,7 +167,8 @@ def test_reasoning_is_closed_after_its_budget_on_every_route(
         thinking: Any = {"type": "enabled", "budget_tokens": budget}
         answer = claude.messages.create(model="tiny", messages=HI, max_tokens=20, thinking=thinking, extra_body=free)
         assert [block.type for block in answer.content] == ["thinking", "text"]
-    endless = {**free, "thinking_token_budget": -1}
+    # The tiny model's random text must not happen to end its reasoning.
+    endless = {**free, "thinking_token_budget": -1, "bad_words": ["</think>"]}
     with special_server.http() as http:
         chat = http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 20, **endless}).json()
     assert not chat["choices"][0]["message"]["content"]
