@@ -372,8 +372,6 @@ class _Probe:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         if isinstance(mask, Tensor):
             raise _Refused("it makes masks of its own")
-        if options.get("s_aux") is not None:
-            raise _Refused("it has attention sinks")
         if options.get("position_bias") is not None:
             raise _Refused("it adds a bias to the scores of attention")
         if not options.get("is_causal", True) or (mask is None and not getattr(module, "is_causal", True)):
@@ -819,15 +817,18 @@ class _PagedForward:
         mask: Any,
         scaling: float | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
+        """``s_aux``: attention sinks [H]."""
         kernels, batch, call = self._kernels, self._batch, next(self._calls)
         array, cache, width = self._arrays.array, self._caches[call.cache], call.cached_dim
         if not call.shares:
             keys, values = _heads(k, width), _heads(v.to(k.dtype), width)
             kernels.reshape_and_cache(array(keys), array(values), cache, batch.slot_mapping[cache.group])
         scale = q.shape[3] ** -0.5 if scaling is None else float(scaling)
-        spec = AttentionSpec(scale, call.window, softcap)
+        sinks = None if s_aux is None else array(s_aux.float().contiguous())
+        spec = AttentionSpec(scale, call.window, softcap, sinks=sinks)
         out = self._arrays.tensor(kernels.paged_attention(array(_heads(q, width)), cache, batch, spec))
         return out[None, :, :, : call.value_dim]
 
