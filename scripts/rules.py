@@ -70,7 +70,7 @@ ONLY = {
 #: The modules that may import torch, lazily or not: two backends of kernels, what a GPU needs of a worker, connections
 #: between machines, and what compares or profiles with torch.
 WITH_TORCH = re.compile(
-    r"octavo\.(kernels\.(reference|torch_\w+|triton\.\w+)|runner\.cuda|models\.transformers_model"
+    r"octavo\.(kernels\.(reference\w*|torch_\w+|triton\.\w+)|runner\.cuda|models\.transformers_model"
     r"|executor\.(uniproc|torch_connections)|lab\.bench\.gpu\w*|compat\.vllm\.(engines|helpers))"
 )
 

@@ -13,6 +13,7 @@ T* pointer(uintptr_t address) {
 }
 
 void bind_tape(nanobind::module_& m);
+void bind_gated_delta(nanobind::module_& m);
 void bind_gemm(nanobind::module_& m);
 void bind_pointwise(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
@@ -20,5 +21,6 @@ void bind_quant(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 void bind_moe(nanobind::module_& m);
 void bind_lora(nanobind::module_& m);
+void bind_states(nanobind::module_& m);
 void bind_lookup(nanobind::module_& m);
 }  // namespace octavo

@@ -15,6 +15,8 @@ namespace octavo {
   const SamplingTable* sampling_table();            \
   const MoeTable* moe_table();                      \
   const LoraTable* lora_table();                    \
+  const GatedDeltaTable* gated_delta_table();       \
+  const StatesTable* states_table();                \
   }
 #define OCTAVO_DECLARE_INTEGERS(name) \
   namespace name {                    \
@@ -25,7 +27,8 @@ namespace octavo {
   Built<FloatIsa> {                                                                                                   \
     #name, [] {                                                                                                       \
       return FloatIsa{#name,                 name::gemm_table(),     name::pointwise_table(), name::attention_table(), \
-                      name::quant_results(), name::sampling_table(), name::moe_table(),       name::lora_table()};    \
+                      name::quant_results(), name::sampling_table(), name::moe_table(),       name::lora_table(),      \
+                      name::states_table(),  name::gated_delta_table()};                                               \
     }                                                                                                                 \
   }
 #define OCTAVO_INTEGERS(name) \

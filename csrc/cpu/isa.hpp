@@ -12,6 +12,7 @@
 namespace octavo {
 
 // The kernel files' entry points, one table for each instruction set. Each file fills its own part.
+struct GatedDeltaTable;
 struct GemmTable;
 struct PointwiseTable;
 struct AttentionTable;
@@ -20,6 +21,7 @@ struct SamplingTable;
 struct MoeTable;
 struct LoraTable;
 struct QuantTable;
+struct StatesTable;
 
 struct FloatIsa {
   std::string name;
@@ -30,6 +32,8 @@ struct FloatIsa {
   const SamplingTable* sampling;
   const MoeTable* moe;
   const LoraTable* lora;
+  const StatesTable* states;
+  const GatedDeltaTable* gated_delta;
 };
 
 struct IntegerIsa {

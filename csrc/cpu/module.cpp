@@ -92,10 +92,12 @@ NB_MODULE(_cpu, m) {
   bind_tape(m);
   bind_gemm(m);
   bind_pointwise(m);
+  bind_gated_delta(m);
   bind_attention(m);
   bind_quant(m);
   bind_lookup(m);  // after the classes of packed matrices
   bind_sampling(m);
   bind_moe(m);
   bind_lora(m);
+  bind_states(m);
 }

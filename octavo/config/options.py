@@ -193,6 +193,11 @@ class CacheOptions(OptionPart):
         "bfloat16, with a scale for each token and head.",
     )
     block_size: int = Field(16, ge=1, le=1024, description="Tokens in a KV cache block.")
+    state_checkpoint_tokens: int = Field(
+        512, ge=1, le=1 << 20,
+        description="Of models with recurrent states: tokens between two checkpoints of a sequence's state, a multiple "
+        "of block_size. Prefix caching and preemption continue from the last checkpoint; each takes a state's memory.",
+    )  # fmt: skip
     gpu_memory_utilization: float | None = Field(
         None, gt=0, le=1,
         description="On a GPU: share of its memory for weights, activations and KV cache together (default 0.9). On a "

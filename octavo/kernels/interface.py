@@ -367,6 +367,77 @@ class Kernels(ArrayMaker):
         its context, which has ``batch.seq_lens`` tokens.
         """
 
+    # Recurrent states.
+    #
+    # ``cache.key`` has a state, float32 numbers, for each block. With n = ``cache.state_tokens``, block
+    # ``block_tables[cache.group, s, i]`` has the state of sequence s after token (i + 1) * n - 1, or after its last
+    # computed token. A step that computes tokens p to e of a sequence begins with the state of block (p - 1) // n, with
+    # zeros if p is 0, and writes the state to every block from p // n to (e - 1) // n. Slot mappings are meaningless.
+    # Tokens are computed one after the other in one order, so that the bits of a result and of a state do not depend on
+    # the cutting of a sequence into steps. See ``state_spans`` of ``octavo.kernels.reference_states``.
+
+    @abstractmethod
+    def causal_conv(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        *,
+        offset: int = 0,
+        activation: Literal["silu"] | None = None,
+        in_gate: Array | None = None,
+        out_gate: Array | None = None,
+    ) -> Array:
+        """Causal depthwise convolution over the tokens of each sequence: activation(conv(x * in_gate)) * out_gate.
+
+        A channel's sum starts with the bias and goes from the oldest input to the token's own, in float32. The state
+        is the last K - 1 inputs, [K - 1, C] numbers from ``offset`` on, the oldest first.
+
+        Args:
+            x, in_gate, out_gate: [T, C] of one type, rows may be strided.
+            weight: float32 [K, C], K at least 2: the last row is the factor of the token's own input.
+            bias: float32 [C].
+            offset: of the convolution's numbers in a state, which may have others beside them.
+
+        Returns:
+            [T, C] of the type of x, rounded once.
+        """
+
+    @abstractmethod
+    def gated_delta_rule(
+        self,
+        qkv: Array,
+        z: Array,
+        b: Array,
+        a: Array,
+        heads: DeltaHeads,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        *,
+        offset: int = 0,
+    ) -> Array:
+        """The gated delta rule (Yang et al. 2024, arXiv 2412.06464) and the gated RMS norm of each head's result.
+
+        The state of value head h is a matrix S [key_dim, value_dim]. With q and k of key head h * key_heads //
+        value_heads, divided by their lengths: S *= exp(decay * softplus(a + dt_bias)),
+        S += k (sigmoid(b) * (v - k S)), o = q S / sqrt(key_dim), and the result is rms_norm(o) * norm * silu(z).
+
+        Args:
+            qkv: [T, 2 * key_heads * key_dim + value_heads * value_dim]: queries, keys, values; rows may be strided.
+            z: [T, value_heads * value_dim], rows may be strided; of the type of qkv, as b and a.
+            b, a: [T, value_heads], rows may be strided.
+            offset: of the matrices [value_heads, key_dim, value_dim] in a state, which may have others beside them.
+
+        Returns:
+            [T, value_heads * value_dim] of the type of qkv, computed in float32 and rounded once.
+        """
+
+    @abstractmethod
+    def sigmoid_gate(self, x: Array, gate: Array) -> Array:
+        """x * sigmoid(gate), both [T, C] of one type with perhaps strided rows; in place."""
+
     # The paged KV cache.
 
     @abstractmethod
@@ -567,6 +638,25 @@ class LayerCache:
     value: Array
     #: KV group of the layer: index of its block tables and slot mapping in the batch.
     group: int = field(default=0, kw_only=True)
+    #: Of a recurrent state: tokens of a block, by which its block tables are indexed; 0: keys and values.
+    state_tokens: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """The heads of ``Kernels.gated_delta_rule`` and their weights."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    eps: float
+    #: float32 [value_heads], negative: -exp(A_log).
+    decay: Array
+    #: float32 [value_heads]
+    dt_bias: Array
+    #: float32 [value_dim]: the weight of the norm.
+    norm: Array
 
 
 def check_pairs(pairs: Sequence[tuple[int, int]], sources: int, targets: int) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, InsufficientMemoryError
+from octavo.kernels import reference_gated_delta, reference_states
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import (
     Activation,
@@ -127,6 +128,10 @@ class TorchKernels(Kernels):
         positive, negative, beta, eps = parameters
         below = (torch.expm1(x.clamp(max=eps)) - x).mul_(negative)
         return torch.where(x > 0, positive * x * x, below) + beta * x
+
+    causal_conv = staticmethod(reference_states.causal_conv)
+    gated_delta_rule = staticmethod(reference_gated_delta.gated_delta_rule)
+    sigmoid_gate = staticmethod(reference_gated_delta.sigmoid_gate)
 
     def scale_queries(self, q: Tensor, positions: Tensor, temperature: AttentionTemperature) -> Tensor:
         periods = (positions + temperature.offset) // temperature.period

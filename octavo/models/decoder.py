@@ -20,6 +20,7 @@ from octavo.kernels.interface import Array, LayerCache
 from octavo.layers.attention import Attention, LatentAttention
 from octavo.layers.layer import Layer, LayerContext, LayerNorm, RMSNorm
 from octavo.layers.mlp import MLP, GatedMLP, SparseMoE, XieluMLP
+from octavo.layers.states import StateLayer
 from octavo.layers.vocabulary import ClassificationHead, ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.network import Network, ResidualReader, Tower, tower_context
@@ -27,8 +28,11 @@ from octavo.models.network import Network, ResidualReader, Tower, tower_context
 FeedForward = MLP | GatedMLP | XieluMLP | SparseMoE
 
 
+Mixer = Attention | LatentAttention | StateLayer
+
+
 class DecoderLayer(Layer, ABC):
-    attention: Attention | LatentAttention
+    attention: Mixer
 
     @abstractmethod
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
@@ -40,14 +44,16 @@ class PreNormLayer(DecoderLayer):
 
     #: Names of the norms of attention and of the feed-forward network.
     norm_names: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")
+    #: Name of attention, or of what a layer with a state has in its place.
+    mixer_name: ClassVar[str] = "self_attn"
 
-    def __init__(self, attention: Attention | LatentAttention, mlp: FeedForward, norms: Sequence[Any]) -> None:
+    def __init__(self, attention: Mixer, mlp: FeedForward, norms: Sequence[Any]) -> None:
         """``norms``: of attention, None if its input is normalised; and of the feed-forward network, by default the
         same.
         """
         super().__init__()
         self.attention_norm: Any = None if norms[0] is None else self.attach(self.norm_names[0], norms[0])
-        self.attention = self.attach("self_attn", attention)
+        self.attention = self.attach(self.mixer_name, attention)
         self.mlp_norm: Any = self.attach(self.norm_names[1], norms[1]) if len(norms) > 1 else self.attention_norm
         self.mlp = self.attach("mlp", mlp)
 

@@ -63,6 +63,8 @@ class LlamaForCausalLM(Decoder):
 
 
 class LlamaLayer(PreNormLayer):
+    attention: Attention | LatentAttention
+
     def __init__(
         self,
         config: ModelConfig,

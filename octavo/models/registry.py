@@ -64,6 +64,8 @@ NETWORKS = {
     "Idefics3ForConditionalGeneration": ("idefics3", "octavo.models.idefics3", "Idefics3ForConditionalGeneration"),
     "InternLM3ForCausalLM": ("internlm3", "octavo.models.dense", "DenseForCausalLM"),
     "Jais2ForCausalLM": ("jais2", "octavo.models.dense", "DenseForCausalLM"),
+    "Lfm2ForCausalLM": ("lfm2", "octavo.models.lfm2", "Lfm2ForCausalLM"),
+    "Lfm2MoeForCausalLM": ("lfm2_moe", "octavo.models.lfm2", "Lfm2ForCausalLM"),
     "Llama4ForCausalLM": ("llama4_text", "octavo.models.mixtures", "Llama4ForCausalLM"),
     "Llama4ForConditionalGeneration": (
         "llama4",
@@ -101,6 +103,11 @@ NETWORKS = {
     "Qwen2MoeForCausalLM": ("qwen2_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Qwen3ForCausalLM": ("qwen3", "octavo.models.llama", "LlamaForCausalLM"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "Qwen3NextForCausalLM": ("qwen3_next", "octavo.models.qwen3_next", "Qwen3NextForCausalLM"),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", "octavo.models.qwen3_next", "Qwen3NextForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "octavo.models.qwen3_next", "Qwen3NextForCausalLM"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "octavo.models.qwen3_next", "Qwen3NextForCausalLM"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "octavo.models.qwen3_next", "Qwen3NextForCausalLM"),
     "SeedOssForCausalLM": ("seed_oss", "octavo.models.dense", "DenseForCausalLM"),
     "SmolLM3ForCausalLM": ("smollm3", "octavo.models.dense", "DenseForCausalLM"),
     "SmolVLMForConditionalGeneration": ("smolvlm", "octavo.models.idefics3", "Idefics3ForConditionalGeneration"),
@@ -138,7 +145,7 @@ _ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM"
 
 #: Models with layers that keep a state instead of keys and values.
 _STATE_SPACE = re.compile(
-    r"mamba|jamba|zamba|bamba|rwkv|retnet|hyena|recurrent_?gemma|qwen3_?next|qwen3_?5|kimi_?linear|falcon_?h1"
+    r"mamba|jamba|zamba|bamba|rwkv|retnet|hyena|recurrent_?gemma|kimi_?linear|falcon_?h1"
     r"|nemotron_?h|minimax|moe_?hybrid|granite_?hybrid|lfm2|plamo2"
 )
 #: Likeness of relatives, at most 1, and what is added to it for names that begin with the same letters.

@@ -233,6 +233,11 @@ class KVLayers:
         self, make: Callable[[Sequence[LayerGroup], Sequence[int], int], list[LayerCache]], blocks: Sequence[int]
     ) -> list[LayerCache]:
         caches = make(self.groups, blocks, self._block_size)
+        for group in self.groups:
+            if group.spec.kind == "state":
+                assert self._state_tokens is not None
+                for layer in group.layers:
+                    caches[layer].state_tokens = self._state_tokens
         groups, counts = [group for group, _ in self._drafter], [blocks[index] for _, index in self._drafter]
         drafts = make(groups, counts, self._block_size)
         for group, index in self._drafter:

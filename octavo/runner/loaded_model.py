@@ -19,6 +19,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.config.kv_spec import KVSpec, LayerGroup, group_layers
 from octavo.config.options import ParallelLayout
 from octavo.core.dtypes import DType
+from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.core.plugins import LogitsPlugins
 from octavo.kernels import load_kernels, resolve_device
@@ -86,7 +87,7 @@ class LoadedModel:
         kernels = load_kernels(
             options.kernels,
             self.device.name,
-            head_dim=math.gcd(*(spec.head_dim for spec in kv_specs)),
+            head_dim=math.gcd(*(spec.head_dim for spec in kv_specs if spec.kind != "state")) or 8,
             deterministic=options.deterministic,
             # An exchange between stages is a call on the host, which a graph cannot hold.
             enforce_eager=options.enforce_eager or layout.pipeline_parallel_size > 1,
@@ -122,7 +123,7 @@ class LoadedModel:
         # Kernels refuse types that they do not have before anything is read.
         kernels.check_dtype(self.context.dtype)
         for spec in kv_specs:
-            kernels.block_bytes(spec, options.block_size)
+            kernels.block_bytes(spec, spec.places(options.block_size))
         free = self.device.free_memory()
         memory.check_weights_fit(config, self.context, free)
         if drafts is not None:
@@ -152,7 +153,8 @@ class LoadedModel:
             self.device.reserved += memory.activation_bytes(drafts.config, options)
         draft_specs = [] if self.drafter is None else self.drafter.kv_specs
         groups = [] if config.is_encoder else self._kv_groups()
-        self.layers = KVLayers(self.kernels, groups, options.block_size, draft_specs, self._workspace())
+        tokens = options.state_checkpoint_tokens
+        self.layers = KVLayers(self.kernels, groups, options.block_size, draft_specs, self._workspace(), tokens)
         if groups:
             self.device.reserved += self.layers.workspace_bytes()
 
@@ -290,6 +292,8 @@ def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: Dr
     """The specs of all layers of all stages and of the drafter: a backend must serve every one."""
     network = build_without_weights(config, dtype, kv_cache_dtype=options.kv_cache_dtype)
     kv_specs = set(network.kv_specs)
+    if any(spec.kind == "state" for spec in kv_specs):
+        _check_state_options(options, config, kv_specs)
     if network.tower is not None:
         kv_specs.add(network.tower.workspace)
     if network.workspace is not None:
@@ -299,6 +303,23 @@ def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: Dr
         find_groups(draft_specs, [spec.window for spec in kv_specs])
         kv_specs |= set(draft_specs)
     return kv_specs
+
+
+def _check_state_options(options: EngineConfig, config: ModelConfig, kv_specs: set[KVSpec]) -> None:
+    """Raises ConfigError for options that a model with recurrent states cannot have."""
+    distance, size = options.state_checkpoint_tokens, options.block_size
+    if options.speculative_config is not None:
+        raise ConfigError(
+            f"speculative_config: {config.architecture} has recurrent states, which rejected drafts would change: "
+            "leave it out"
+        )
+    if distance % size:
+        raise ConfigError(f"state_checkpoint_tokens must be a multiple of block_size ({size}), not {distance}")
+    if distance != size and all(spec.kind == "state" for spec in kv_specs):
+        raise ConfigError(
+            f"block_size must be state_checkpoint_tokens ({distance}), not {size}: all layers of "
+            f"{config.architecture} have recurrent states"
+        )
 
 
 def load_network(options: EngineConfig, config: ModelConfig, context: LayerContext, folder: Path) -> Network:

@@ -54,6 +54,16 @@ ROUTED = {
     **{**GROUPED, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     **{"n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": None},
 }
+HYBRID = {
+    **{**GROUPED, "num_attention_heads": 4, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 GPT2 = {"vocab_size": 101, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 96, "n_inner": 80}
 #: By architecture of the registry, the values of a small configuration.
 DECODERS: dict[str, dict[str, Any]] = {
@@ -93,6 +103,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1ForCausalLM": {**GROUPED, "num_experts": 4, "moe_topk": 2, "head_dim": 8},
     "HyperCLOVAXForCausalLM": GROUPED,
     "Jais2ForCausalLM": GROUPED,
+    "Lfm2ForCausalLM": {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+    "Lfm2MoeForCausalLM": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Llama4ForCausalLM": {**GROUPED, "num_local_experts": 4, "intermediate_size_mlp": 64, "head_dim": 8},
     "LlamaForCausalLM": GROUPED,
     "MiniMaxM2ForCausalLM": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
@@ -113,6 +125,12 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Qwen2MoeForCausalLM": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "Qwen3ForCausalLM": {**GROUPED, "head_dim": 8},
     "Qwen3MoeForCausalLM": {**EXPERTS, "head_dim": 8},
+    "Qwen3NextForCausalLM": {**HYBRID, **SHARED},
+    "Qwen3_5ForCausalLM": HYBRID,
+    "Qwen3_5MoeForCausalLM": {
+        **{name: value for name, value in HYBRID.items() if name != "intermediate_size"},
+        **SHARED,
+    },
     "SeedOssForCausalLM": {**GROUPED, "head_dim": 8},
     "SmolLM3ForCausalLM": GROUPED,
     "SolarOpenForCausalLM": {**ROUTED, "head_dim": 8},

@@ -33,6 +33,9 @@ class PagedDriver:
         self.groups = group_layers(network.kv_specs)
         count = len(self.groups)
         self.caches: list[LayerCache] = kernels.make_cache(self.groups, [blocks] * count, block_size)
+        for cache in self.caches:
+            if self.groups[cache.group].spec.kind == "state":
+                cache.state_tokens = block_size
         self.forward: Forward = self._forward
         if network.is_recordable:
             largest = BatchSize(128, 8, 128, blocks * block_size, block_size, count)

@@ -7,7 +7,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from octavo.kernels.interface import (
     AttentionSpec,
     AttentionTemperature,
     Communicator,
+    DeltaHeads,
     Kernels,
     LayerCache,
     PackedHeads,
@@ -360,6 +361,52 @@ class CpuKernels(Kernels):
         self.runner.run_step(attention_op(q, cache, out, spec), q, batch)
         return out
 
+    def causal_conv(
+        self,
+        x: CpuArray,
+        weight: CpuArray,
+        bias: CpuArray | None,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        *,
+        offset: int = 0,
+        activation: Literal["silu"] | None = None,
+        in_gate: CpuArray | None = None,
+        out_gate: CpuArray | None = None,
+    ) -> CpuArray:
+        out = self.runner.new(x, x.shape, x.dtype)
+        op = cpu.causal_conv(
+            *strided(x), DTYPES[x.dtype], out.address, weight.address, *weight.shape, address(bias),
+            *strided(in_gate), *strided(out_gate), activation == "silu", *state_memory(cache), offset,
+        )  # fmt: skip
+        self.runner.run_step(op, x, batch)
+        return out
+
+    def gated_delta_rule(
+        self,
+        qkv: CpuArray,
+        z: CpuArray,
+        b: CpuArray,
+        a: CpuArray,
+        heads: DeltaHeads,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        *,
+        offset: int = 0,
+    ) -> CpuArray:
+        out = self.runner.new(qkv, (len(qkv), heads.value_heads * heads.value_dim), qkv.dtype)
+        op = cpu.gated_delta(
+            *strided(qkv), *strided(z), *strided(b), *strided(a), DTYPES[qkv.dtype], out.address, heads.decay.address,
+            heads.dt_bias.address, heads.norm.address, heads.key_heads, heads.value_heads, heads.key_dim,
+            heads.value_dim, heads.eps, *state_memory(cache), offset,
+        )  # fmt: skip
+        self.runner.run_step(op, qkv, batch)
+        return out
+
+    def sigmoid_gate(self, x: CpuArray, gate: CpuArray) -> CpuArray:
+        self.runner.run(cpu.sigmoid_gate(*strided(x), *strided(gate), x.shape[1], DTYPES[x.dtype]), x)
+        return x
+
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
         if not pairs:
             return
@@ -411,6 +458,11 @@ def write_op(k: CpuArray, v: CpuArray, cache: LayerCache) -> Any:
         cache.block_size, DTYPES[k.dtype], DTYPES[cache.dtype], cache.group,
         k.shape[2] if cache.value is cache.key else 0,
     )  # fmt: skip
+
+
+def state_memory(cache: LayerCache) -> tuple[int, int, int, int]:
+    """Address of the layer's states, float32 numbers from one block to the next, tokens of a block, KV group."""
+    return cache.key.address, cache.key.strides[0] // 4, cache.state_tokens, cache.group
 
 
 def attention_op(q: CpuArray, cache: LayerCache, out: CpuArray, spec: AttentionSpec) -> Any:

@@ -97,6 +97,8 @@ class TritonKernels(TorchKernels):
         return TritonSampling(vocab_size, self.device)
 
     def block_bytes(self, spec: KVSpec, block_size: int) -> int:
+        if spec.kind == "state":
+            raise ConfigError("the triton backend has no recurrent states: set kernels='reference'")
         return block_bytes(block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
 
     def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
