@@ -70,6 +70,7 @@ from octavo.core.errors import InsufficientMemoryError
 from octavo.runner.memory import available_memory
 import octavo.runner.model_runner
 for room in (4, 700):
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     limit = psutil.Process().memory_info().vms + (room << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     assert available_memory() <= room << 20
