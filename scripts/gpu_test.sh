@@ -30,7 +30,14 @@ if not torch.cuda.is_available():
 print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, Python {sys.version.split()[0]}")
 PYTHON
 
-# Only files with GPU tests, as pytest imports all files that it is given and others may need missing packages.
-files=$(grep -rlE 'mark\.gpu\b' --include='test_*.py' tests)
+# Only files with GPU tests, as pytest imports all files that it is given and others may need missing packages. Those of
+# the architectures compare with the CPU kernels as well.
+pattern='mark\.gpu\b'
+if "$python" -c 'import octavo._cpu' 2>/dev/null; then
+  pattern="$pattern|zoo: [A-Za-z]*Zoo"
+else
+  echo "without the architectures: the CPU kernels are not compiled (scripts/build_cpu.sh)"
+fi
+files=$(grep -rlE "$pattern" --include='test_*.py' tests)
 # shellcheck disable=SC2086  # one word a file
 exec ${LAUNCHER:-} "$python" -m pytest -m gpu -p no:cacheprovider "$@" $files

@@ -17,7 +17,7 @@ from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, Forwa
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.network import Network
-from tests.models.zoo import Zoo
+from tests.models.zoo import ON_GPU, Zoo
 
 
 class PagedDriver:
@@ -81,6 +81,13 @@ class PagedDriver:
         tables_of_groups = np.stack([padded] * len(self.groups))
         batch = make_batch(counts, lengths, tables_of_groups, self.block_size, self.kernels, token_ids=ids)
         return replace(batch, sampled_rows=self.kernels.wrap(np.arange(len(ids))), all_sampled=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there is a GPU, architectures are checked on it."""
+    for item in items:
+        if ON_GPU and isinstance(item, pytest.Function) and "zoo" in item.fixturenames:
+            item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from octavo.models.network import build_without_weights, num_active_parameters, 
 from tests.adapters import write_adapter
 from tests.models.test_network import tensor_parallel_logits
 from tests.models.zoo import (
+    ON_GPU,
     PARAMS,
     PROMPT,
     PROMPTS,
@@ -72,10 +73,8 @@ def test_1_2_and_4_tensor_parallel_workers_give_the_same_bits(zoo: Zoo, driver: 
 
 def test_int8_and_bfloat16_alone_and_in_company(zoo: Zoo) -> None:
     model = zoo.save(config(), change=spread)
-    for dtype, quantization in (("float32", "int8"), ("bfloat16", "none")):
-        engine = LLM(
-            str(zoo.folder), dtype=dtype, quantization=quantization, skip_tokenizer_init=True, max_model_len=64
-        )
+    for dtype, quantization in (("float32", "int8"), ("bfloat16", "none"))[ON_GPU:]:  # there, experts have no int8
+        engine = zoo.engine(dtype=dtype, quantization=quantization)
         alone = [answers(engine, [prompt])[0] for prompt in PROMPTS]
         assert answers(engine, PROMPTS) == alone
         for prompt, (tokens, logprobs) in zip(PROMPTS, alone, strict=True):
@@ -154,8 +153,7 @@ def test_mxfp4_checkpoints(zoo: Zoo, quantization: str) -> None:
     """Widened, they are those of their values; in their own form the activations have 8 bits."""
     model = zoo.save(config(hidden_size=64, intermediate_size=64), change=spread)
     write_mxfp4(model, zoo.folder, zoo.folder / "mxfp4")
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True}
-    engine = LLM(str(zoo.folder / "mxfp4"), quantization=quantization, **options)
+    engine = zoo.engine(zoo.folder / "mxfp4", quantization=quantization)
     alone = [answers(engine, [prompt])[0] for prompt in PROMPTS]
     assert answers(engine, PROMPTS) == alone
     tolerance = 1e-3 if quantization == "none" else 0.1
@@ -165,7 +163,7 @@ def test_mxfp4_checkpoints(zoo: Zoo, quantization: str) -> None:
         assert (scores.max(-1).values - chosen).max() < tolerance
         assert (chosen - torch.tensor(logprobs)).abs().max() < tolerance
     if quantization == "mxfp4":  # is what "auto" is
-        assert answers(LLM(str(zoo.folder / "mxfp4"), **options), PROMPTS) == alone
+        assert answers(zoo.engine(zoo.folder / "mxfp4"), PROMPTS) == alone
 
 
 def test_ranks_of_an_mxfp4_checkpoint_agree(zoo: Zoo, driver: Any) -> None:

@@ -51,15 +51,17 @@ class TritonExperts(PackedExperts):
         pairs = tokens * slots
         if not pairs:
             return out
+        if self.gate_up.dtype != torch.uint8:  # of MXFP4
+            x = x.to(self.gate_up.dtype)
         few = self.deterministic or pairs <= _FEW_PAIRS * count
         rows, depth = _FEW_PAIRS if few else _MANY_PAIRS, 32 if x.dtype == torch.float32 else 64
         place, of_tile = sort_pairs(chosen, count, rows)
-        inner_rows = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
         parts = torch.empty((pairs, hidden), dtype=torch.float32, device=x.device)
         slots_of_row = slots
         if self.weighs_input:
             x = (x.unsqueeze(1) * weights.unsqueeze(2)).to(x.dtype).flatten(0, 1)
             slots_of_row, weights = 1, torch.ones_like(weights)
+        inner_rows = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
         shape = {"ROWS": rows, "COLUMNS": _COLUMNS, "DEPTH": depth, "num_warps": 4, "enable_fp_fusion": False}
         tiles = len(of_tile)
         _gate_up_kernel[(tiles, triton.cdiv(inner, _COLUMNS))](

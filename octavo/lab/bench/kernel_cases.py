@@ -105,6 +105,9 @@ def _layers(c: ModelConfig, types: Types, *, head: bool = False) -> dict[str, li
     return layers
 
 
+#: Of the matrices that a product goes through in turn.
+_MOST_BYTES = 1 << 30
+
 #: Fused variants that a step uses, by the layer's name; "" is the plain product.
 _USES = {"o_proj": ["", "added"], "gate_up_proj": ["", "gated"], "down_proj": ["", "added"]}
 
@@ -122,6 +125,8 @@ def _linear_cases(
     outputs, inputs = weight.shape
     kind = weight.dtype if weight.dtype in ("int8", "int4", "fp8") else None
     packed = []
+    # As many as no cache holds, at most those of all layers.
+    weights = weights[: max(2, -(-_MOST_BYTES // size_bytes(weight)))]
     for _ in weights:
         values = _random(outputs, inputs, dtype=dtype)
         parts = np.split(values, 2) if use == "gated" else [values]

@@ -90,6 +90,14 @@ def test_experts_with_biases_and_a_clamped_activation() -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_rows_are_rounded_to_the_type_of_the_matrices() -> None:
+    """Networks without a norm before the experts give them the residual stream, float32."""
+    packed = make(*matrices(72, [40] * 3, torch.bfloat16))
+    x, chosen, weights, add = on_device(rows(9, 72, 3, 2))
+    found = packed(x, chosen, weights, add.clone())
+    assert torch.equal(found, packed(x.to(torch.bfloat16), chosen, weights, add.clone()))
+
+
 def test_a_row_does_not_depend_on_the_others() -> None:
     packed = make(*matrices(72, [40] * 3, torch.bfloat16))
     arguments = on_device(rows(40, 72, 3, 2, torch.bfloat16))
