@@ -110,7 +110,9 @@ class LargestStep:
         loaded, kernels = self._loaded, self._loaded.kernels
         with loaded.mode():
             caches, draft_caches = self._caches()
-            size = kernels.graph_bytes(lambda batch: loaded.forward(batch, caches), self._size, in_use)
+            size = 0
+            if loaded.network.is_recordable:
+                size = kernels.graph_bytes(lambda batch: loaded.forward(batch, caches), self._size, in_use)
             if (drafter := loaded.drafter) is not None:
                 size += kernels.graph_bytes(lambda batch: drafter.forward(batch, draft_caches), self._size, in_use)
             return size

@@ -220,6 +220,8 @@ def test_a_gpus_profile_counts_the_graphs_of_the_model_and_of_the_drafter(networ
         Any, SimpleNamespace(forward=lambda batch, _: forward(batch, caches), make_reader=lambda: None)
     )
     assert step.graph_bytes(lambda: in_use(device)) == 14
+    loaded.network.is_recordable = False
+    assert step.graph_bytes(lambda: in_use(device)) == 7
 
 
 def test_the_estimate_of_a_cpus_largest_step_has_room_for_what_adapters_add(network: Path) -> None:
