@@ -29,7 +29,7 @@ class TransformersZoo(Zoo):
     exact = not ON_GPU
     rounding = 0.3 if ON_GPU else 0.12
 
-    def engine(self, folder: Path | None = None, **options: Any) -> LLM:
+    def engine(self, folder: Path | None = None, /, **options: Any) -> LLM:
         return super().engine(folder, **{"model_impl": "transformers", **options})
 
     def _runner(self, kernels: Kernels, dtype: DType) -> Callable[..., torch.Tensor]:

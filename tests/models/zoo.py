@@ -115,7 +115,7 @@ class Zoo:
         else:
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
 
-    def engine(self, folder: Path | None = None, **options: Any) -> LLM:
+    def engine(self, folder: Path | None = None, /, **options: Any) -> LLM:
         """An engine of the saved model or of another folder, in float32 and without a tokenizer."""
         place = {"device": "cuda", "deterministic": True} if ON_GPU else {"kernels": _backends()[-1].name}
         sizes = {"num_gpu_blocks_override": 200, "max_num_seqs": 8, "max_model_len": 64}
