@@ -36,19 +36,19 @@ def paged_attention(
     assert isinstance(cache, TritonLayerCache)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sequences = batch.seq_lens.shape[0]
-    if not sequences:
-        return out
-    args = make_args(q, cache, batch, spec)
-    if deterministic:
-        fixed_order(q, out, batch, args)
-        return out
-    # A decode sees nothing after its token.
-    decodes = batch.num_decodes if args.config.causal and not args.config.spans else 0
-    if decodes:
-        decode(q, out, batch, args)
-    if decodes < sequences:
-        prefill(q, out, batch, args, decodes)
-    return out
+    if sequences:
+        args = make_args(q, cache, batch, spec)
+        # A decode sees nothing after its token.
+        decodes = batch.num_decodes if args.config.causal and not args.config.spans else 0
+        if deterministic:
+            fixed_order(q, out, batch, args)
+        else:
+            if decodes:
+                decode(q, out, batch, args)
+            if decodes < sequences:
+                prefill(q, out, batch, args, decodes)
+    # Over a latent cache the whole key is summed: its end, the rotated part, is a ninth of it.
+    return out if spec.value_dim is None else out[:, :, : spec.value_dim].contiguous()
 
 
 # Arguments of the attention kernels, and their tile sizes.
@@ -83,6 +83,11 @@ class AttentionConfig(NamedTuple):
     @property
     def wide(self) -> bool:
         return bool(self.compute == tl.float32)
+
+    @property
+    def large(self) -> bool:
+        """Whether sums of more than 16 rows exceed the registers, as over latent caches."""
+        return self.dim > 256
 
 
 class AttentionArgs(NamedTuple):
@@ -177,6 +182,10 @@ class Tiling:
         compute_size = 4 if args.config.wide else 2
         tiles = max(1, self.stages - (self.rows < 64)) * size + (compute_size if size == 1 else 0)
         return (self.rows * compute_size + 2 * self.keys * tiles) * args.config.dim + 4096
+
+
+#: See ``AttentionConfig.large``.
+_LARGE = Tiling(16, 32, 8, 2)
 
 
 @functools.cache
@@ -426,13 +435,16 @@ def decode(q: Tensor, out: Tensor, batch: ForwardBatch, args: AttentionArgs) -> 
     if parts > 1:
         _combine_kernel[(sequences * total_heads,)](
             partial, sums, out, args.sinks, parts, total_heads,
-            HEAD_DIM=config.head_dim, DIM=config.dim, CHUNK=_COMBINE_PARTS, num_warps=4, enable_fp_fusion=True,
+            HEAD_DIM=config.head_dim, DIM=config.dim, CHUNK=_COMBINE_PARTS // (8 if config.large else 1), num_warps=4,
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 
 def _decode_tiling(args: AttentionArgs) -> Tiling:
     """A tiling that fits three programs on a multiprocessor, each with one or two tiles in flight."""
     config = args.config
+    if config.large:
+        return _LARGE
     rows = min(64, max(16, triton.next_power_of_2(config.group)))
     if config.wide:
         return Tiling(rows, 32, 4, 1)
@@ -645,10 +657,11 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, args: AttentionArgs
         SPLIT=parts > 1, num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if parts > 1:
-        _merge_kernel[(q.shape[0], config.kv_heads)](
+        rows = triton.next_power_of_2(min(config.group, 16) if config.large else config.group)
+        _merge_kernel[(q.shape[0], config.kv_heads * -(-config.group // rows))](
             partial, sums, out, batch.query_start_loc, batch.positions, batch.seq_lens, args.until, args.sinks,
             sequences, pieces,
-            CONFIG=config, PIECE_TOKENS=PIECE, ROWS=triton.next_power_of_2(config.group), num_warps=4,
+            CONFIG=config, PIECE_TOKENS=PIECE, ROWS=rows, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -656,6 +669,8 @@ def fixed_order(q: Tensor, out: Tensor, batch: ForwardBatch, args: AttentionArgs
 def _fixed_tiling(args: AttentionArgs) -> Tiling:
     """Independent of the batch, as it determines the order of sums."""
     config = args.config
+    if config.large:
+        return _LARGE
     if config.wide:
         return Tiling(32, 32, 8, 1)
     return Tiling(64, 32, 8, 2) if config.dim > 128 else Tiling(64, 64, 4, 3)
@@ -718,7 +733,7 @@ def _merge_kernel(
     pieces,
     CONFIG: tl.constexpr, PIECE_TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, k): merges the pieces that token t attends to, in order, for the query heads of KV head k."""
+    """Program (t, k): merges the pieces that token t attends to, in order, for ``ROWS`` query heads of a KV head."""
     token = tl.program_id(0)
     low = 0
     high = sequences
@@ -736,10 +751,11 @@ def _merge_kernel(
         last_key = tl.maximum(position, tl.load(until_ptr + token))
     if not CONFIG.causal:
         last_key = length - 1
-    rows = tl.arange(0, ROWS)
+    rows = tl.program_id(1) // CONFIG.kv_heads * ROWS + tl.arange(0, ROWS)
     valid = rows < CONFIG.group
     dims = tl.arange(0, CONFIG.dim)
-    flat_row = token.to(tl.int64) * (CONFIG.kv_heads * CONFIG.group) + tl.program_id(1) * CONFIG.group + rows
+    kv_head = tl.program_id(1) % CONFIG.kv_heads
+    flat_row = token.to(tl.int64) * (CONFIG.kv_heads * CONFIG.group) + kv_head * CONFIG.group + rows
     first = 0
     if CONFIG.window > 0:
         first = first_key(position, CONFIG) // PIECE_TOKENS
@@ -776,6 +792,8 @@ def prefill(q: Tensor, out: Tensor, batch: ForwardBatch, args: AttentionArgs, fi
 def _prefill_tiling(args: AttentionArgs) -> Tiling:
     """The tiling with the highest utilisation of Hopper's matrix units that does not spill registers."""
     config = args.config
+    if config.large:
+        return _LARGE
     if config.wide:
         return Tiling(32, 32, 8, 1)
     if config.dim > 128:

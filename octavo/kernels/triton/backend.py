@@ -17,7 +17,15 @@ from octavo.config.kv_spec import KVSpec
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.kernels.forward_batch import ARRAYS, BatchSize, Forward, ForwardBatch, ForwardOutput, padding_batch
-from octavo.kernels.interface import Activation, ArrayMaker, AttentionSpec, LayerCache, PackedExperts, PackedWeight
+from octavo.kernels.interface import (
+    Activation,
+    ArrayMaker,
+    AttentionSpec,
+    LayerCache,
+    PackedExperts,
+    PackedHeads,
+    PackedWeight,
+)
 from octavo.kernels.torch_backend import TorchKernels, torch_dtype
 from octavo.kernels.triton import attention, elementwise
 from octavo.kernels.triton.cache import (
@@ -29,7 +37,7 @@ from octavo.kernels.triton.cache import (
     rotary_and_cache,
     swap_blocks,
 )
-from octavo.kernels.triton.experts import pack_experts
+from octavo.kernels.triton.experts import TritonHeads, pack_experts
 from octavo.kernels.triton.lora import TritonAdapters
 from octavo.kernels.triton.mxfp4 import TritonMXFP4Weight
 from octavo.kernels.triton.quant import TritonDenseWeight, TritonQuantizedWeight, quantize
@@ -99,15 +107,16 @@ class TritonKernels(TorchKernels):
     def block_bytes(self, spec: KVSpec, block_size: int) -> int:
         if spec.kind == "state":
             raise ConfigError("the triton backend has no recurrent states: set kernels='reference'")
-        return block_bytes(block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
+        shape = block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype)
+        return block_bytes(*shape, latent=spec.kind == "latent")
 
     def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
         shape = (layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
-        return [*make_cache(*shape, self.device)]
+        return [*make_cache(*shape, self.device, latent=spec.kind == "latent")]
 
     def make_host_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
         shape = (layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
-        return [*make_host_cache(*shape)]
+        return [*make_host_cache(*shape, latent=spec.kind == "latent")]
 
     def rotary_and_cache(
         self,
@@ -121,6 +130,25 @@ class TritonKernels(TorchKernels):
     ) -> Tensor:
         positions, slots = batch.rotary_positions if sections else batch.positions, batch.slot_mapping[cache.group]
         return rotary_and_cache(q, k, v, positions, cos_sin, cache, slots, sections)
+
+    def latent_rotary_and_cache(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        absorb: PackedHeads,
+        batch: ForwardBatch,
+        cos_sin: Tensor,
+        cache: LayerCache,
+    ) -> Tensor:
+        q_nope, q_rope = q.split((q.shape[2] - k_rope.shape[1], k_rope.shape[1]), dim=2)
+        q_rope, k_rope = self.rotary(q_rope, k_rope.unsqueeze(1), batch.positions, cos_sin)
+        rows = torch.cat((latent.unsqueeze(1), k_rope), dim=2)
+        self.reshape_and_cache(rows, rows, cache, batch.slot_mapping[cache.group])
+        return torch.cat((absorb(q_nope), q_rope), dim=2)
+
+    def pack_heads(self, weight: np.ndarray, dtype: DType) -> PackedHeads:
+        return TritonHeads(self.array(weight, dtype)) if self.deterministic else super().pack_heads(weight, dtype)
 
     def pack(
         self,
@@ -165,7 +193,6 @@ class TritonKernels(TorchKernels):
 
     def check_attention(self, spec: AttentionSpec) -> None:
         missing = {
-            "multi-head latent attention": spec.value_dim is not None,
             "relative position bias": spec.bias is not None,
             "cross attention": spec.cross,
             "window of attention that is not causal": not spec.causal and spec.window is not None,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
-from octavo.kernels.interface import Activation, PackedExperts, PackedWeight
+from octavo.kernels.interface import Activation, PackedExperts, PackedHeads, PackedWeight
 from octavo.kernels.triton.elementwise import GATED_FUNCTIONS, rounded
 from octavo.kernels.triton.mxfp4 import TritonMXFP4Weight, product_of_rows
 from octavo.kernels.triton.quant import TritonDenseWeight
@@ -105,6 +105,28 @@ def _matrix(weight: PackedWeight) -> Tensor:
         "the triton kernels have products of experts of MXFP4, and of none that are quantised otherwise: set "
         "quantization='none', or kernels='cpu'"
     )
+
+
+class TritonHeads(PackedHeads):
+    """A matrix for each head, as an expert that every token has: the same bits in any batch."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight  # [heads, N, K]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        (tokens, heads, depth), columns = x.shape, self.weight.shape[1]
+        out = torch.empty((tokens, heads, columns), dtype=torch.float32, device=x.device)
+        if not tokens:
+            return out.to(x.dtype)
+        chosen = torch.arange(heads, device=x.device).expand(tokens, heads)
+        place, of_tile = sort_pairs(chosen, heads, _FEW_PAIRS)
+        _down_kernel[(len(of_tile), triton.cdiv(columns, _COLUMNS))](
+            x.contiguous(), self.weight, torch.ones((tokens, heads), device=x.device), out, place, of_tile,
+            tokens * heads, columns, depth,
+            ROWS=_FEW_PAIRS, COLUMNS=_COLUMNS, DEPTH=32 if x.dtype == torch.float32 else 64, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        return out.to(x.dtype)
 
 
 def sort_pairs(chosen: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:

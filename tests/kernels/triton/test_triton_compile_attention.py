@@ -25,6 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     "decode odd": {"call": "decode", "head_dim": 80, "block_size": 5, "group": 7, "window": 100, "cap": 30.0},
     "decode alibi": {"call": "decode", "group": 1, "alibi": True},
     "decode sinks": {"call": "decode", "head_dim": 64, "group": 8, "window": 128, "sinks": True},
+    "decode latent": {"call": "decode", "latent": True, "group": 16},
+    "decode latent float32": {"call": "decode", "latent": True, "group": 16, "dtype": "float32"},
     "decode float32": {"call": "decode", "dtype": "float32", "head_dim": 64},
     "prefill": {"call": "prefill"},
     "prefill 64": {"call": "prefill", "head_dim": 64, "group": 3},
@@ -34,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "prefill fp8": {"call": "prefill", "cache_dtype": "float8_e4m3fn"},
     "prefill spans": {"call": "prefill", "window": 512, "spans": True},
     "prefill sinks": {"call": "prefill", "head_dim": 64, "group": 8, "window": 128, "sinks": True},
+    "prefill latent": {"call": "prefill", "latent": True, "group": 16},
     "prefill whole 72": {"call": "prefill", "head_dim": 72, "group": 1, "causal": False},
     "prefill large blocks": {"call": "prefill", "block_size": 128},
     "prefill float32": {"call": "prefill", "dtype": "float32", "head_dim": 64},
@@ -42,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fixed 256": {"call": "fixed", "head_dim": 256},
     "fixed sinks": {"call": "fixed", "head_dim": 64, "group": 8, "sinks": True},
     "fixed int8": {"call": "fixed", "cache_dtype": "int8"},
+    "fixed latent": {"call": "fixed", "latent": True, "group": 128},
+    "fixed latent float32": {"call": "fixed", "latent": True, "group": 16, "dtype": "float32"},
     "rotary": {"call": "rotary"},
     "rotary fp8": {"call": "rotary", "cache_dtype": "float8_e4m3fn"},
     "rotary sections": {"call": "rotary", "sections": (16, 24, 24)},
@@ -81,7 +86,7 @@ def test_kernels_compile_without_spills(case: str) -> None:
         assert kernel.stack <= spilt.get(name, 0), name
         assert kernel.shared <= SHARED_BYTES
         if "float32" not in case and name in ("_prefill_kernel", "_pieces_kernel"):
-            assert kernel.count("HGMMA")
+            assert kernel.count("HGMMA") or "latent" in case  # whose tiles have 16 rows
         if name in ("_prefill_kernel", "_pieces_kernel", "_decode_kernel") and "float32" not in case:
             assert kernel.count("LDGSTS.E.BYPASS.128") or "odd" in case
         if name in ("_rotary_and_cache_kernel", "_copy_kernel"):
@@ -103,20 +108,22 @@ def launch(
     spans: bool = False,
     causal: bool = True,
     sinks: bool = False,
+    latent: bool = False,
     max_seq_len: int = 8192,
     sections: tuple[int, ...] = (),
 ) -> None:
-    """A step of a network with 8 KV heads: 3 sequences of one token, or of many."""
+    """A step of a network with 8 KV heads, or a latent one: 3 sequences of one token, or of many."""
     from octavo.kernels.forward_batch import make_batch
     from octavo.kernels.interface import AttentionSpec
     from octavo.kernels.reference import ReferenceKernels
     from octavo.kernels.triton import attention, cache
 
     numbers, held = getattr(torch, dtype), getattr(torch, cache_dtype or dtype)
-    caches = cache.make_cache(2, 4, block_size, 8, head_dim, held, "cpu")
+    kv_heads, head_dim = (1, 576) if latent else (8, head_dim)
+    caches = cache.make_cache(2, 4, block_size, kv_heads, head_dim, held, "cpu", latent=latent)
     each = 40 if call == "prefill" else 1
-    qkv = torch.zeros(3 * each, 8 * group + 16, head_dim, dtype=numbers)
-    q, k, v = qkv.split([8 * group, 8, 8], dim=1)
+    qkv = torch.zeros(3 * each, kv_heads * (group + 2), head_dim, dtype=numbers)
+    q, k, v = qkv.split([kv_heads * group, kv_heads, kv_heads], dim=1)
     slots, positions = torch.zeros(2, 3 * each, dtype=torch.int64)
     if call == "rotary":
         at = torch.zeros(len(sections), 3, dtype=torch.int64) if sections else positions
@@ -133,7 +140,8 @@ def launch(
         with mock.patch.object(attention, "count_parts", lambda *_: parts):
             slopes = (0.5,) * 8 * group if alibi else None
             values = torch.zeros(8 * group) if sinks else None
-            spec = AttentionSpec(0.1, window, cap, slopes, causal, sees_spans=spans, sinks=values)
+            value_dim = 512 if latent else None
+            spec = AttentionSpec(0.1, window, cap, slopes, causal, sees_spans=spans, sinks=values, value_dim=value_dim)
             attention.paged_attention(q, caches[1], batch, spec, deterministic=call == "fixed")
 
 
