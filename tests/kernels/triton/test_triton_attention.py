@@ -321,8 +321,6 @@ def test_attention_that_is_not_computed_is_refused() -> None:
     kernels.check_attention(AttentionSpec(1.0, causal=False))
     with pytest.raises(UnsupportedModelError, match="causal"):
         kernels.check_attention(AttentionSpec(1.0, 16, causal=False))
-    with pytest.raises(UnsupportedModelError, match="latent attention"):
-        kernels.check_attention(AttentionSpec(1.0, value_dim=32))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
