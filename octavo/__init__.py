@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         SandboxError,
         SequenceError,
         TokenizerError,
+        UnexpectedKeywordError,
         UnsupportedModelError,
         WeightError,
         WorkerError,
@@ -110,6 +111,7 @@ __all__ = [
     "TokensPrompt",
     "Transcription",
     "TranscriptionParams",
+    "UnexpectedKeywordError",
     "UnrecordableError",
     "UnsupportedModelError",
     "WeightError",
@@ -150,8 +152,17 @@ _ELSEWHERE = {
 }
 
 
+#: Names that ``octavo.compat.vllm`` alone has.
+_OF_VLLM = frozenset({
+    "AsyncEngineArgs", "AsyncLLMEngine", "ClassificationRequestOutput", "EmbeddingRequestOutput", "EngineArgs",
+    "ExplicitEncoderDecoderPrompt", "PromptType", "ScoringRequestOutput",
+})  # fmt: skip
+
+
 def __getattr__(name: str) -> object:
     if name not in __all__:
+        if name in _OF_VLLM:  # an AttributeError's text would be lost: "from octavo import" has a message of its own
+            raise ImportError(f"octavo has no {name}; it is a name of vLLM: from octavo.compat.vllm import {name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_ELSEWHERE.get(name, "octavo.core.errors")), name)
     globals()[name] = value  # the next access does not come here

@@ -4,6 +4,7 @@
 
 Most are of simulated engines (``octavo simulate``), which make the plans of the real one block for block, on any
 machine. Forks and copies on write are of the engine with the demo model, as the simulator has one completion a request.
+The seven tokens are also written as a recording for ``octavo view``.
 """
 
 from __future__ import annotations
@@ -17,16 +18,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from octavo.config.engine_config import EngineConfig
 from octavo.core.plan import StepPlan
+from octavo.core.stats import EngineEvent, ReplicaRow, write_recording
+from octavo.engine.core import ViewRecorder
+from octavo.lab.commands import simulate_delay
 from octavo.lab.plots.style import load_matplotlib, save, styled
+from octavo.lab.simulate.delay_factor import FACTORS, DelaySetting, find_point
 from octavo.lab.simulate.engine import SimulatedEngine
 from octavo.lab.simulate.step_profile import load_profile
+from octavo.lab.workloads.lengths import chat_inputs, chat_outputs
 from octavo.lab.workloads.work_items import WorkItem
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.scheduler import Scheduler
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+RECORDINGS = TARGET.parent / "recordings"
+#: The prompt of Kwon et al. 2023, figures 6 and 8.
+SEVEN_TOKENS = "Four score and seven years ago our"
 #: Of requests, in the order of their arrival.
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb8844", "#999933")
 CACHED, FREE, SHARED = "#dcdcdc", "#ffffff", "#333333"
@@ -118,6 +129,60 @@ def forked(max_steps: int) -> Recording:
     return recording
 
 
+@dataclass
+class SequenceState:
+    """One sequence between two steps."""
+
+    table: list[int]
+    #: Texts of the tokens whose KV entries are stored, and of the one that was sampled last.
+    stored: list[str]
+    sampled: str
+
+
+@dataclass
+class WorkedStep:
+    """One step of a worked example: what it copied first, and the sequences after it."""
+
+    copies: list[tuple[int, int]]
+    sequences: list[SequenceState]
+
+
+def seven_tokens(record: Path) -> list[WorkedStep]:
+    """Two completions of seven tokens in blocks of four, on the engine with the demo model; writes a recording."""
+    from octavo import LLM, SamplingParams
+
+    llm = LLM("smollm2-135m", num_gpu_blocks_override=8, block_size=4, max_model_len=32, seed=1)
+    engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
+    core: Any = engine.core
+    queues, blocks, submit = core.scheduler.queues, core.scheduler.queues.blocks, core.executor.submit
+    steps: list[WorkedStep] = []
+    views = ViewRecorder(core.scheduler, clock=lambda: float(len(steps)))
+    events = []
+
+    def view() -> None:
+        now = views.view()
+        now.cost, now.state = 0.0, msgspec.structs.replace(now.state)
+        events.append(EngineEvent(float(len(steps)), [ReplicaRow(0, "ready", len(queues.groups), 0)], [now]))
+
+    def recorded(plan: StepPlan) -> Any:
+        views.planned(plan)
+        steps.append(WorkedStep(list(plan.blocks_to_copy), []))
+        return submit(plan)
+
+    core.executor.submit = recorded
+    params = SamplingParams(n=2, max_tokens=4, ignore_eos=True, temperature=1.0, seed=1)
+    engine.add_request("a", SEVEN_TOKENS, params)
+    view()
+    while engine.has_unfinished_requests():
+        engine.step()
+        for seq_id, seq in queues.sequences.items():
+            texts = [tokenizer.decode([token]).strip() for token in seq.token_ids]
+            steps[-1].sequences.append(SequenceState(blocks.table(seq_id), texts[: seq.num_computed], texts[-1]))
+        view()
+    write_recording(record, "seven tokens in blocks of four: block tables, a fork and a copy on write", events)
+    return [step for step in steps if step.sequences]
+
+
 # --- drawings ---------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +272,50 @@ def composition(axes: Any, recording: Recording, title: str) -> None:
     axes.legend(handles=[Patch(color=SHARED, label="decodes"), *marks], loc="upper left", bbox_to_anchor=(1, 1))
 
 
+def worked_step(axes: Any, number: int, step: WorkedStep) -> None:
+    """Block tables above, and below them the blocks that they name, with the tokens that are stored."""
+    from matplotlib.patches import Rectangle
+
+    size = 4
+    axes.set_xlim(-0.9, size + 0.8)
+    axes.set_ylim(6.2, -3.9)
+    axes.axis("off")
+    axes.set_title(f"after step {number}", loc="left", fontsize=9)
+    held: dict[int, list[int]] = defaultdict(list)
+    for index, sequence in enumerate(step.sequences):
+        y = -3.5 + 1.6 * index
+        axes.text(-0.9, y, f"sequence {'AB'[index]}, next: {sequence.sampled}", fontsize=7, va="center")
+        for place, block in enumerate(sequence.table):
+            held[block].append(index)
+            filled = min(size, len(sequence.stored) - place * size)
+            axes.add_patch(Rectangle((place * 1.3, y + 0.3), 1.2, 0.8, facecolor="white", edgecolor=COLORS[index]))
+            axes.text(place * 1.3 + 0.6, y + 0.7, f"{block}: {filled}", fontsize=7, ha="center", va="center")
+        axes.text(-0.9, y + 0.7, "table", fontsize=6, va="center")
+    for block in range(6):  # no further one is used
+        owners = held.get(block, [])
+        axes.text(-0.5, block + 0.5, block, fontsize=7, ha="center", va="center")
+        if len(owners) > 1:
+            axes.text(-0.9, block + 0.5, f"{len(owners)} x", fontsize=6, va="center", color=SHARED)
+        texts: list[str] = []
+        if owners:
+            sequence = step.sequences[owners[0]]
+            place = sequence.table.index(block)
+            texts = sequence.stored[place * size : (place + 1) * size]
+        face = FREE if not owners else SHARED if len(owners) > 1 else COLORS[owners[0]]
+        for slot in range(size):
+            is_filled = slot < len(texts)
+            axes.add_patch(
+                Rectangle((slot, block), 1, 0.9, facecolor=face if is_filled else FREE, edgecolor=CACHED, linewidth=0.8)
+            )
+            if is_filled:
+                axes.text(slot + 0.5, block + 0.45, texts[slot], fontsize=6, color="white", ha="center", va="center")
+    for source, target in step.copies:
+        axes.annotate(
+            "", (size + 0.05, target + 0.45), (size + 0.05, source + 0.45), annotation_clip=False,
+            arrowprops={"arrowstyle": "->", "connectionstyle": "arc3,rad=-0.6"},
+        )  # fmt: skip
+
+
 def item(at: int, prompt: int, output: int, prefix: tuple[tuple[str, int], ...] = ()) -> WorkItem:
     """A request that arrives before a step."""
     return WorkItem(at=at, input_len=prompt, output_len=output, prefix=prefix, stream=f"{at}-{prompt}-{output}")
@@ -220,8 +329,8 @@ def one_map(recording: Recording, names: str = "request") -> Any:
         return figure
 
 
-def pictures() -> Iterator[tuple[str, Any]]:
-    """(name, figure) of each picture."""
+def pictures(recordings: Path) -> Iterator[tuple[str, Any]]:
+    """(name, figure) of each picture; ``recordings``: the folder of the recording of seven tokens."""
     small = {"num_gpu_blocks_override": 20, "block_size": 16, "max_model_len": 256, "watermark": 0.0}
     plain = {**small, "enable_prefix_caching": False}
     yield "paging", one_map(simulated([item(0, 40, 40), item(3, 70, 12), item(9, 20, 30), item(20, 60, 20)], **plain))
@@ -239,6 +348,15 @@ def pictures() -> Iterator[tuple[str, Any]]:
             block_map(axes, simulated(crowd, **plain, preemption_mode=mode, **host))
             axes.set_title(f"preemption_mode={mode}", loc="left", pad=34)
     yield "preemption", figure
+    with styled():
+        steps = seven_tokens(recordings / "seven_tokens.jsonl")
+        figure = load_matplotlib()(figsize=(11, 3.6))
+        for number, (axes, step) in enumerate(zip(figure.subplots(1, len(steps)), steps, strict=True), 1):
+            worked_step(axes, number, step)
+    yield "seven_tokens", figure
+    profile = load_profile("llama-3.1-8b-h100")
+    delay = DelaySetting(profile, chat_inputs(), chat_outputs(), requests=600, tpot_limit=0.009)
+    yield "delay", simulate_delay.draw([find_point(delay, factor) for factor in FACTORS])
     arrivals = [item(0, 60, 24), item(1, 50, 24), item(6, 200, 10), item(8, 150, 10)]
     roomy = {"num_gpu_blocks_override": 80, "block_size": 16, "max_model_len": 256, "enable_prefix_caching": False}
     with styled():
@@ -255,7 +373,7 @@ def pictures() -> Iterator[tuple[str, Any]]:
 def main(folder: Path) -> int:
     """Writes all pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in pictures():
+    for name, figure in pictures(RECORDINGS if folder == TARGET else folder):
         path = folder / f"{name}.svg"
         save(figure, path)
         print(f"== wrote {path}")

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = ("llama-3.2-1b-shape", "llama-3.1-8b-shape")
+#: A small and a large model, and one with recurrent states.
+SHAPES = ("llama-3.2-1b-shape", "llama-3.1-8b-shape", "qwen3.5-0.8b-shape")
 #: The program that runs one part.
 PROGRAM = ["-m", "octavo.lab.bench.gpu"]
 #: Seconds for all parts.
@@ -56,9 +57,10 @@ class Part:
 
 def plan(shapes: list[str]) -> list[Part]:
     """The parts, the most important first; later ones are skipped if the time runs out."""
-    small, large = shapes[0], shapes[-1]
+    small, large = shapes[0], shapes[:2][-1]
     wanted = [("limits", small, 90.0)]
     wanted += [("engine", large, 180.0), ("engine", small, 150.0)]
+    wanted += [(name, shape, limit) for shape in shapes[2:] for name, limit in (("kernels", 60.0), ("engine", 120.0))]
     wanted += [("kernels", large, 90.0), ("transformers", large, 120.0), ("transformers", small, 90.0)]
     wanted += [("profile", large, 90.0), ("kernels", small, 90.0), ("deterministic", small, 120.0)]
     wanted += [("profile", small, 90.0)]

@@ -122,7 +122,8 @@ def test_reference_pages_are_made_from_the_code() -> None:
 
 
 def test_every_sampling_parameter_that_can_be_text_is_documented() -> None:
-    in_python_only = {"logits_processors", "output_kind", *FOREIGN["SamplingParams"]}
+    former = {"use_beam_search", "length_penalty", "early_stopping", "guided_decoding"}
+    in_python_only = {"logits_processors", "output_kind", *former, *FOREIGN["SamplingParams"]}
     assert set(parameters(SamplingParams)) == set(SamplingParams.__struct_fields__) - in_python_only
 
 

@@ -21,6 +21,7 @@ void bind_quant(nanobind::module_& m);
 void bind_sampling(nanobind::module_& m);
 void bind_moe(nanobind::module_& m);
 void bind_lora(nanobind::module_& m);
+void bind_selective_scan(nanobind::module_& m);
 void bind_states(nanobind::module_& m);
 void bind_lookup(nanobind::module_& m);
 }  // namespace octavo

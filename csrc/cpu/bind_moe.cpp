@@ -37,10 +37,10 @@ class ExpertGroup {
   ExpertGroup(std::vector<ExpertMatrixPtr> gate_up, std::vector<ExpertMatrixPtr> down, Activation activation)
       : gate_up(std::move(gate_up)), down(std::move(down)), activation(activation) {
     if (this->gate_up.empty() || this->gate_up.size() != this->down.size())
-      throw std::invalid_argument("each expert has a matrix of gate and up, and one of down");
+      throw std::invalid_argument("each expert has a matrix of gate and up, or of up alone, and one of down");
     for (size_t e = 0; e < this->gate_up.size(); ++e) {
       const ExpertMatrix &first = *this->gate_up[e], &second = *this->down[e];
-      if (!first.gated() || second.gated() || first.outputs() != second.inputs() || first.inputs() != inputs() ||
+      if (first.gated() != this->gate_up[0]->gated() || second.gated() || first.outputs() != second.inputs() || first.inputs() != inputs() ||
           second.outputs() != outputs())
         throw std::invalid_argument("the matrices of expert " + std::to_string(e) + " do not fit those of the others");
     }
@@ -72,6 +72,7 @@ class Memory {
 
 // out[t] = add[t] + the sum over the token's experts, in ascending order, of
 // weight * down(activation(gate(x[t])) * up(x[t])), or, with weighs_input, of that of weight * x[t] without the weight.
+// Experts without a gate are down(activation(up(x[t]))).
 //
 // Pairs of a token and an expert are sorted by expert, so that the rows of an expert are multiplied together and its
 // weights are read once. The first loop computes gate and up of all pairs; the second owns columns of the results: a

@@ -48,10 +48,8 @@ class DenseExpert : public ExpertMatrix {
     product.out_dtype = out.dtype;
     product.gated = gated();
     product.next = next;
-    if (gated())
-      product.activation = out.activation;
-    else
-      product.piece_stride = pieces() > 1 ? out.piece_stride : 0;
+    product.activation = out.activation;
+    if (!gated()) product.piece_stride = pieces() > 1 ? out.piece_stride : 0;
     isa().gemm->multiply(product, begin, end, 0, rows);
   }
   const void* unit(int64_t i) const override { return static_cast<const char*>(view_.data) + i * group_bytes_; }
@@ -84,17 +82,18 @@ class QuantizedExpert : public ExpertMatrix {
   void multiply(const void* memory, int64_t rows, int64_t begin, int64_t end, const ExpertOutput& out,
                 const void*) const override {
     const QuantRows quantized = rows_in(const_cast<void*>(memory), rows);
-    if (!gated()) return multiply_part(0, begin, end, quantized, out.data, out.stride, out.dtype);
+    if (!gated() && out.activation == Activation::none)
+      return multiply_part(0, begin, end, quantized, out.data, out.stride, out.dtype);
     const int64_t at_once = integer_isa().quant->panels_at_once(rows);
     for (int64_t panel = begin; panel < end; panel += at_once) {
       const int64_t last = std::min(end, panel + at_once);
       constexpr int64_t stride = 2 * kMostPanels * kPanel;
       alignas(64) float sums[kExpertRows * stride];
       const int64_t width = std::min<int64_t>((last - panel) * kPanel, outputs() - panel * kPanel);
-      for (size_t part = 0; part < 2; ++part)
+      for (size_t part = 0; part < parts_.size(); ++part)
         multiply_part(part, panel, last, quantized, sums + part * width, stride, Dtype::f32);
       void* to = static_cast<char*>(out.data) + (panel - begin) * kPanel * bytes_of(out.dtype);
-      isa().pointwise->activate({sums, stride, Dtype::f32, to, out.stride, out.dtype, width, out.activation, true},
+      isa().pointwise->activate({sums, stride, Dtype::f32, to, out.stride, out.dtype, width, out.activation, gated()},
                                 Step{}, 0, rows);
     }
   }

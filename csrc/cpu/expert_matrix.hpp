@@ -15,7 +15,7 @@ namespace octavo {
 constexpr int64_t kExpertRows = 64;
 
 // Where a product goes: float32 or bfloat16; element [r, c] of it is at r * stride + c. Of a matrix with pieces apart,
-// those of piece i are i * piece_stride further. Of gate and up, with this activation.
+// those of piece i are i * piece_stride further. Of an expert's first matrix, with this activation.
 struct ExpertOutput {
   void* data;
   int64_t stride;
@@ -41,8 +41,8 @@ class ExpertMatrix {
   virtual size_t bytes_of_rows(int64_t rows) const = 0;
   // Makes row `row` of `rows`, aligned to 64 bytes, of x[inputs].
   virtual void prepare(const void* x, Dtype dtype, void* memory, int64_t rows, int64_t row) const = 0;
-  // Columns of units [begin, end) for all rows: of gate and up, activation(gate) * up, else the product, which is float32
-  // with its pieces apart. out.data is where the first of these columns goes. `next`, perhaps null, is multiplied afterwards.
+  // Columns of units [begin, end) for all rows: of gate and up, activation(gate) * up, of another first matrix
+  // activation(product), else the product, which is float32 with its pieces apart. out.data is where the first of these columns goes. `next`, perhaps null, is multiplied afterwards.
   virtual void multiply(const void* memory, int64_t rows, int64_t begin, int64_t end, const ExpertOutput& out,
                         const void* next) const = 0;
   // The weights of a unit.

@@ -16,6 +16,7 @@ namespace octavo {
   const MoeTable* moe_table();                      \
   const LoraTable* lora_table();                    \
   const GatedDeltaTable* gated_delta_table();       \
+  const SelectiveScanTable* selective_scan_table(); \
   const StatesTable* states_table();                \
   }
 #define OCTAVO_DECLARE_INTEGERS(name) \
@@ -28,7 +29,7 @@ namespace octavo {
     #name, [] {                                                                                                       \
       return FloatIsa{#name,                 name::gemm_table(),     name::pointwise_table(), name::attention_table(), \
                       name::quant_results(), name::sampling_table(), name::moe_table(),       name::lora_table(),      \
-                      name::states_table(),  name::gated_delta_table()};                                               \
+                      name::states_table(),  name::gated_delta_table(), name::selective_scan_table()};                 \
     }                                                                                                                 \
   }
 #define OCTAVO_INTEGERS(name) \

@@ -21,6 +21,7 @@ struct SamplingTable;
 struct MoeTable;
 struct LoraTable;
 struct QuantTable;
+struct SelectiveScanTable;
 struct StatesTable;
 
 struct FloatIsa {
@@ -34,6 +35,7 @@ struct FloatIsa {
   const LoraTable* lora;
   const StatesTable* states;
   const GatedDeltaTable* gated_delta;
+  const SelectiveScanTable* selective_scan;
 };
 
 struct IntegerIsa {

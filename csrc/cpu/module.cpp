@@ -50,7 +50,8 @@ NB_MODULE(_cpu, m) {
               uintptr_t slots, uintptr_t query_start, uintptr_t seq_lens, uintptr_t block_tables, int64_t stride,
               int64_t table_group_stride, int64_t slot_group_stride, int64_t sampled, uintptr_t sampled_rows, int64_t encoder,
               uintptr_t adapters, uintptr_t token_types, uintptr_t cross_lens, uintptr_t cross_tables,
-              int64_t cross_table_stride, uintptr_t sees_until, uintptr_t rotary_positions, int64_t rotary_stride) {
+              int64_t cross_table_stride, uintptr_t sees_until, uintptr_t rotary_positions, int64_t rotary_stride,
+              uintptr_t num_drafts) {
              new (s) Step{tokens,
                           sampled,
                           encoder,
@@ -74,7 +75,8 @@ NB_MODULE(_cpu, m) {
                           cross_table_stride,
                           pointer<int32_t>(sees_until),
                           pointer<int64_t>(rotary_positions),
-                          rotary_stride};
+                          rotary_stride,
+                          pointer<int32_t>(num_drafts)};
            },
            nb::arg("tokens"), nb::arg("sequences") = 0, nb::arg("decodes") = 0, nb::arg("token_ids") = 0,
            nb::arg("positions") = 0, nb::arg("slots") = 0, nb::arg("query_start") = 0, nb::arg("seq_lens") = 0,
@@ -83,7 +85,7 @@ NB_MODULE(_cpu, m) {
            nb::arg("sampled_rows") = 0, nb::arg("encoder") = 0, nb::arg("adapters") = 0,
            nb::arg("token_types") = 0, nb::arg("cross_lens") = 0, nb::arg("cross_tables") = 0,
            nb::arg("cross_table_stride") = 0, nb::arg("sees_until") = 0, nb::arg("rotary_positions") = 0,
-           nb::arg("rotary_stride") = 0);
+           nb::arg("rotary_stride") = 0, nb::arg("num_drafts") = 0);
   nb::class_<Op>(m, "Op").def("run", [](Op& op, const Step& step) {
     nb::gil_scoped_release release;
     const auto mode = DenormalMode::flushed();
@@ -99,5 +101,6 @@ NB_MODULE(_cpu, m) {
   bind_sampling(m);
   bind_moe(m);
   bind_lora(m);
+  bind_selective_scan(m);
   bind_states(m);
 }

@@ -43,6 +43,7 @@ struct Step {
   const int32_t* sees_until = nullptr;    // [T]: the last position that a token sees beyond its own; null: none does
   const int64_t* rotary_positions = nullptr;  // [axes, rotary_stride], of networks whose heads have rotary sections
   int64_t rotary_stride = 0;
+  const int32_t* num_drafts = nullptr;  // [S]: tokens at the end of each sequence's that are drafts
 
   const int64_t* ids(Ids which) const {
     return which == Ids::token_ids ? token_ids : which == Ids::positions ? positions : token_types;

@@ -113,10 +113,10 @@ void query_scale(const QueryScale& a, const Step& step, int64_t begin, int64_t e
 
 // ---- rotary positions ---------------------------------------------------------------------------------------------
 
-// Rotates heads of a token; cos_sin has its angles.
+// Rotates heads of a token, and copies `rest` more dimensions of each; cos_sin has its angles.
 template <typename T>
 void rotate_heads(const T* x, int64_t x_step, T* out, int64_t out_step, int64_t heads, const float* cos_sin,
-                  int64_t half) {
+                  int64_t half, int64_t rest) {
   for (int64_t head = 0; head < heads; ++head, x += x_step, out += out_step) {
     for_vectors(half, [&](int64_t i, auto lanes) {
       const F32 first = load(x + i, lanes), second = load(x + half + i, lanes);
@@ -124,6 +124,7 @@ void rotate_heads(const T* x, int64_t x_step, T* out, int64_t out_step, int64_t 
       store(out + i, fma(first, c, -(second * s)), lanes);
       store(out + half + i, fma(second, c, first * s), lanes);
     });
+    std::copy(x + 2 * half, x + 2 * half + rest, out + 2 * half);
   }
 }
 
@@ -147,7 +148,7 @@ const float* sectioned_angles(const Rotary& a, const Step& step, int64_t token, 
 }
 
 void rotary(const Rotary& a, const Step& step, int64_t begin, int64_t end) {
-  const int64_t half = a.rotary_dim / 2;
+  const int64_t half = a.rotary_dim / 2, rest = a.out == a.q ? 0 : a.k_head_stride - a.rotary_dim;
   float composed[Rotary::kMaxSectionedDim];
   with_type(a.dtype, [&](auto type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -155,9 +156,10 @@ void rotary(const Rotary& a, const Step& step, int64_t begin, int64_t end) {
       const float* cos_sin = a.axes == 0 ? a.cos_sin + step.positions[row] * a.rotary_dim
                                          : sectioned_angles(a, step, row, composed);
       rotate_heads(static_cast<const T*>(a.q) + row * a.q_stride, a.q_head_stride,
-                   static_cast<T*>(a.out) + row * a.out_stride, a.out_head_stride, a.heads, cos_sin, half);
+                   static_cast<T*>(a.out) + row * a.out_stride, a.out_head_stride, a.heads, cos_sin, half,
+                   rest);
       T* k = static_cast<T*>(a.k) + row * a.k_stride;
-      rotate_heads<T>(k, a.k_head_stride, k, a.k_head_stride, a.kv_heads, cos_sin, half);
+      rotate_heads<T>(k, a.k_head_stride, k, a.k_head_stride, a.kv_heads, cos_sin, half, 0);
     }
   });
 }

@@ -95,7 +95,7 @@ struct Activate {
 // Rotates the first rotary_dim dimensions of heads of q [T, heads, ..] to out, which may be q, and of k [T, kv_heads, ..]
 // in place: dimension i is paired with i + rotary_dim / 2. cos_sin [max position, rotary_dim]: cosines, then sines, of
 // half as many angles. With axes, the pairs before section_ends[0] turn by a token's first rotary position, those from
-// there to section_ends[1] by its second, and so on; the last end is rotary_dim / 2.
+// there to section_ends[1] by its second, and so on; the last end is rotary_dim / 2. Other dimensions of q are copied.
 struct Rotary {
   static constexpr int64_t kMaxAxes = 4, kMaxSectionedDim = 1024;
   const void* q;
@@ -103,7 +103,7 @@ struct Rotary {
   void* out;
   int64_t out_stride, out_head_stride;
   void* k;
-  int64_t k_stride, k_head_stride;
+  int64_t k_stride, k_head_stride;  // the latter is a head's size
   int64_t heads, kv_heads, rotary_dim;
   const float* cos_sin;
   Dtype dtype;

@@ -262,5 +262,7 @@ def _as_json(job: Job, output: RequestOutput | None) -> dict[str, Any]:
             "queue_seconds": metrics.time_in_queue,
             **{name: None if moment is None else moment - metrics.arrival_time for name, moment in moments.items()},
             **{name: getattr(metrics, name) for name in counts},
+            "drafted_per_position": metrics.drafted_per_position,
+            "accepted_per_position": metrics.accepted_per_position,
         }
     return line

@@ -38,6 +38,7 @@ from octavo.loader.builtin import BUILTIN
 from octavo.loader.files import readable_size
 
 if TYPE_CHECKING:
+    from octavo.config.kv_spec import LayerGroup
     from octavo.kernels.interface import Kernels
     from octavo.models.network import Network
 
@@ -464,13 +465,22 @@ def _network_facts(
         "kv_groups": [
             {
                 "layers": len(group.layers),
-                "window": group.spec.window,
+                "window": None if group.spec.kind == "state" else group.spec.window,
                 "kv_bytes_per_token": len(group.layers) * group.spec.bytes_per_token,
+                **_state_facts(options, group),
             }
             for group in group_layers(network.kv_specs)
         ],
         "memory": _memory_facts(options, config, network, gguf, backend),
     }
+
+
+def _state_facts(options: EngineConfig, group: LayerGroup) -> dict[str, int]:
+    """Bytes of a recurrent state in all layers of its group, which a sequence and each checkpoint take."""
+    if group.spec.kind != "state":
+        return {}
+    size = len(group.layers) * group.spec.bytes_per_state
+    return {"state_bytes": size, "state_checkpoint_tokens": options.state_checkpoint_tokens}
 
 
 def _memory_facts(
@@ -480,7 +490,7 @@ def _memory_facts(
 
     What fits is what the engine would find (``gpu_memory_utilization``), but for its largest step: some hundred MB.
     """
-    from octavo.config.kv_spec import KVLayout, group_layers
+    from octavo.config.kv_spec import GroupShape, KVLayout, group_layers
     from octavo.kernels import resolve_device
     from octavo.loader.resolve import weight_quantization
     from octavo.models.network import build_without_weights, weight_bytes
@@ -502,7 +512,11 @@ def _memory_facts(
         weights = weight_bytes(build_without_weights(config, dtype, quantization))
     context = min(options.max_model_len or config.max_position, config.max_position)
     groups = [
-        (len(group.layers) * group.spec.bytes_per_token * options.block_size, group.spec.window)
+        GroupShape(
+            len(group.layers) * (group.spec.bytes_per_token * options.block_size + group.spec.bytes_per_state),
+            group.spec.window,
+            options.state_checkpoint_tokens if group.spec.kind == "state" else None,
+        )
         for group in group_layers(network.kv_specs)
     ]
     layout = KVLayout.of(groups, options, options.token_budget)
@@ -661,6 +675,11 @@ def _values(name: str, label: str, value: Any) -> list[tuple[str, str]]:
         return lines
     if name == "kv_groups":
         for group in value:
+            if "state_bytes" in group:
+                size, distance = readable_size(group["state_bytes"]), group["state_checkpoint_tokens"]
+                text = f"{group['layers']} layers keep a recurrent state: {size} a sequence, and a checkpoint: every "
+                lines.append(("kv cache", f"{text}{distance} tokens and at the ends of prompts and answers"))
+                continue
             kept = "all tokens" if group["window"] is None else f"the last {group['window']} tokens"
             size = readable_size(group["kv_bytes_per_token"])
             lines.append(("kv cache", f"{group['layers']} layers keep {kept}, {size} each"))

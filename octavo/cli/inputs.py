@@ -301,7 +301,7 @@ def _make_params(values: Mapping[str, Any]) -> SamplingParams | BeamSearchParams
             raise InvalidRequestError(
                 f"is not of beam search (beam_width {beam_width}): {', '.join(fields)}", path=name
             )
-        if beam_width is None and name in _BEAM_KEYS[1:]:
+        if beam_width is None and not values.get("use_beam_search") and name in _BEAM_KEYS[1:]:
             raise InvalidRequestError("is of beam search only: give beam_width with it", path=name)
     if beam_width is not None:
         return BeamSearchParams(**values)

@@ -200,7 +200,8 @@ def _map(shown: BlockMap, width: int) -> Text:
     each = max(1, -(-len(states) // cells))
     where = "host" if shown.on_host else "device" if not shown.group else f"device, KV group {shown.group}"
     counts = ", ".join(f"{count} {BlockState(i).name.lower()}" for i, count in enumerate(shown.counts) if count)
-    text = Text(f"{where}: {shown.num_blocks} blocks: {counts}" + (f" (a cell is {each})" if each > 1 else "") + "\n")
+    blocks = "recurrent states" if shown.has_states else "blocks"
+    text = Text(f"{where}: {shown.num_blocks} {blocks}: {counts}" + (f" (a cell is {each})" if each > 1 else "") + "\n")
     for start in range(0, len(states), each):
         part = states[start : start + each]
         state = max(set(part), key=lambda one: (part.count(one), one))

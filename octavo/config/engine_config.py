@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from octavo.config.options import (
     CPU_TOKEN_BUDGET,
     ENCODER_TOKEN_BUDGET,
+    MAX_BLOCK_SIZE,
     TOKEN_BUDGET,
     AdapterOptions,
     CacheOptions,
@@ -80,6 +81,11 @@ class EngineConfig(
         """Whether preemption by swap or the prefix cache uses host blocks."""
         return self.preemption_mode != "recompute" or self.host_prefix_cache
 
+    @property
+    def kept_draft_tokens(self) -> int:
+        """Draft tokens for which blocks of recurrent states have room; 0: such models have no drafts."""
+        return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+
     def with_token_budget(self, device: str, context_length: int) -> Self:
         """The options with ``max_num_batched_tokens`` resolved; a prompt that is computed whole must fit a step."""
         if self.max_num_batched_tokens is not None:
@@ -119,6 +125,26 @@ class EngineConfig(
                     "out"
                 )
         return self.with_token_budget(device, context_length)
+
+    def for_states(self, architecture: str) -> Self:
+        """The options of a model of recurrent states alone, whose blocks are its checkpoints.
+
+        One of ``block_size`` and ``state_checkpoint_tokens`` sets the other. Raises ConfigError if both are given and
+        differ.
+        """
+        names = ("block_size", "state_checkpoint_tokens")
+        given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        if len(sizes := set(given.values()) or {self.state_checkpoint_tokens}) > 1:
+            raise ConfigError(
+                f"block_size ({self.block_size}) and state_checkpoint_tokens ({self.state_checkpoint_tokens}) must be "
+                f"equal, as all layers of {architecture} have recurrent states: give one of them"
+            )
+        if (size := sizes.pop()) > MAX_BLOCK_SIZE:
+            raise ConfigError(
+                f"state_checkpoint_tokens must be at most {MAX_BLOCK_SIZE}, not {size}: it is the block size, as all "
+                f"layers of {architecture} have recurrent states"
+            )
+        return self.model_copy(update=dict.fromkeys(names, size))
 
     def for_encoder(self, device: str) -> Self:
         """``with_token_budget`` for an encoder, without a KV cache; raises ConfigError for unsupported options."""
@@ -212,6 +238,11 @@ IDLE_OPTIONS = (
     IdleOption(
         ("num_host_blocks_override", "swap_space"), lambda o, _: not o.moves_blocks_to_host,
         "with preemption_mode recompute, and without host_prefix_cache, no block moves to the host",
+    ),
+    IdleOption(
+        ("state_checkpoint_tokens",),
+        lambda o, _: not o.enable_prefix_caching and o.state_checkpoint_tokens != o.block_size,
+        "without enable_prefix_caching no state is found again",
     ),
     IdleOption(
         ("jump_forward",), lambda o, device: o.pipeline_parallel_size == 1 and o.plans_ahead(device),

@@ -43,11 +43,16 @@ class KVSpec:
     dtype: str
     #: Tokens that a token of a "sliding" layer attends to, including itself.
     window: int | None = None
+    #: Of a state: draft tokens after it whose changes a block keeps, see ``Kernels``.
+    draft_tokens: int = 0
 
     @classmethod
-    def state(cls, numbers: int) -> KVSpec:
-        """A recurrent state of float32 numbers. A block of it has one state, whatever its number of tokens."""
-        return cls("state", 1, numbers, "float32", STATE_WINDOW)
+    def state(cls, numbers: int, draft_tokens: int = 0) -> KVSpec:
+        """A recurrent state. A block of it has one state, whatever its number of tokens.
+
+        ``numbers``: float32 numbers of the state and of the changes of ``draft_tokens`` tokens after it.
+        """
+        return cls("state", 1, numbers, "float32", STATE_WINDOW, draft_tokens)
 
     @property
     def vectors(self) -> int:
@@ -57,6 +62,10 @@ class KVSpec:
     def places(self, block_size: int) -> int:
         """Of a block, for vectors: one for each token, or one for a state."""
         return 1 if self.kind == "state" else block_size
+
+    @property
+    def bytes_per_state(self) -> int:
+        return int(self.head_dim * NUMBER_BYTES[self.dtype]) if self.kind == "state" else 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -137,6 +146,8 @@ class KVLayout:
     cuts_prompts: bool = True
     #: Minimum chunk size in which every prompt can be computed.
     least_chunk: int = 1
+    #: Whether the prefix cache keeps checkpoints of states.
+    keeps_checkpoints: bool = False
 
     @classmethod
     def of(
@@ -147,7 +158,8 @@ class KVLayout:
         least_chunk: int = 1,
     ) -> KVLayout:
         load = options.max_num_seqs, max_num_batched_tokens, options.cuts_prompts, least_chunk
-        return cls([GroupShape(*group) for group in groups], options.block_size, *load)
+        shapes = [GroupShape(*group) for group in groups]
+        return cls(shapes, options.block_size, *load, keeps_checkpoints=options.enable_prefix_caching)
 
     @property
     def block_bytes(self) -> list[int]:
@@ -202,7 +214,7 @@ class KVLayout:
         Every group gets what one sequence of ``max_model_len`` needs, in long chunks if possible. The rest is divided
         so that the shortest sequences, which hold equal blocks in every group, and the longest lose the same share of
         their maximum concurrency. A windowed group (with ``limited``, any group) gets no more than ``max_num_seqs``
-        sequences can use; the others divide its rest.
+        sequences can use; the others divide its rest. Such sequences use all their checkpoints, if those are kept.
         """
         seqs, in_flight = self.max_num_seqs, self.max_num_batched_tokens
         whole = [self._blocks(group, max_model_len) for group in self.groups]
@@ -210,9 +222,13 @@ class KVLayout:
         # Of one sequence with full length, without its chunk.
         lengths = [all_ if w is None else min(all_, w) for all_, w in zip(whole, windows, strict=True)]
         most = max(lengths)
+        checkpoints = [self.keeps_checkpoints and group.state_tokens is not None for group in self.groups]
         useful = [
             seqs * all_ if w is None else min(seqs * all_, seqs * w + self._blocks(group, in_flight))
             for group, all_, w in zip(self.groups, whole, windows, strict=True)
+        ]
+        useful = [  # all checkpoints, and the ends of a prompt and an answer
+            seqs * (all_ + 2) if kept else count for count, kept, all_ in zip(useful, checkpoints, whole, strict=True)
         ]
         nothing = [0] * len(lengths)
         least = (self.held(max_model_len, in_flight), self.held(max_model_len), nothing)
@@ -220,7 +236,7 @@ class KVLayout:
         limits = {
             group: max(0, limit - counts[group])
             for group, limit in enumerate(useful)
-            if limited or lengths[group] < most or not self.block_bytes[group]
+            if limited or (lengths[group] < most and not checkpoints[group]) or not self.block_bytes[group]
         }
         extra = _divide(num_bytes - self.size(counts), self.block_bytes, self._weights(lengths), limits)
         return [count + more for count, more in zip(counts, extra, strict=True)]

@@ -184,6 +184,10 @@ class ModelOptions(OptionPart):
         return self
 
 
+#: Tokens.
+MAX_BLOCK_SIZE = 1024
+
+
 class CacheOptions(OptionPart):
     """The KV cache and the prefix cache."""
 
@@ -192,11 +196,13 @@ class CacheOptions(OptionPart):
         description="Type of the KV cache; auto: as dtype. int8 and fp8 (e4m3, GPUs only) take half the bytes of "
         "bfloat16, with a scale for each token and head.",
     )
-    block_size: int = Field(16, ge=1, le=1024, description="Tokens in a KV cache block.")
+    block_size: int = Field(16, ge=1, le=MAX_BLOCK_SIZE, description="Tokens in a KV cache block.")
     state_checkpoint_tokens: int = Field(
         512, ge=1, le=1 << 20,
         description="Of models with recurrent states: tokens between two checkpoints of a sequence's state, a multiple "
-        "of block_size. Prefix caching and preemption continue from the last checkpoint; each takes a state's memory.",
+        "of block_size. Prompts with a cached prefix and preempted requests continue from the last one, or from the "
+        "end of a prompt or an answer; each takes a state's memory. Models without attention "
+        "have it as their block_size: either option sets both.",
     )  # fmt: skip
     gpu_memory_utilization: float | None = Field(
         None, gt=0, le=1,

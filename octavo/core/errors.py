@@ -118,6 +118,10 @@ class InvalidRequestError(OctavoError, ValueError):
         return self if self.path is None else self.at(renamed(self.path), [renamed(path) for path in self.also])
 
 
+class UnexpectedKeywordError(InvalidRequestError, TypeError):
+    """A keyword that a class or method does not take; the message has the nearest one that it takes."""
+
+
 class AudioError(InvalidRequestError):
     """A recording is not audio, damaged, empty, or beyond a limit."""
 

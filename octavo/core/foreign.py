@@ -7,13 +7,13 @@ off. ``refused``: accepted if they are null, or have a value that asks for what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, InvalidRequestError, UnexpectedKeywordError, did_you_mean
 
 
 class Foreign(NamedTuple):
@@ -119,3 +119,35 @@ def own_options(options: Mapping[str, Any], sources: Mapping[str, str] | None = 
         else:
             values[name] = own_value(name, value)
     return values
+
+
+def check_foreign(caller: str, keyword: str, value: object, place: str, names: Iterable[str]) -> None:
+    """Accepts a keyword of other engines that asks for what happens anyway.
+
+    Args:
+        caller: such as ``generate``, for the error.
+        place: of ``FOREIGN``.
+        names: the keywords that the caller takes.
+
+    Raises:
+        UnexpectedKeywordError: no engine has it.
+        InvalidRequestError: it is refused.
+    """
+    meaning = FOREIGN.get(place, {}).get(keyword)
+    if meaning is None:
+        hint = did_you_mean(keyword, sorted(names))
+        raise UnexpectedKeywordError(f"{caller}() got an unexpected keyword argument {keyword!r}; {hint}")
+    if (problem := meaning.refusal(keyword, value)) is not None:
+        raise InvalidRequestError(problem)
+
+
+class ForeignKeywords(msgspec.StructMeta):
+    """Metaclass of parameters that users write: keywords are checked by ``FOREIGN`` of the class's name."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args: Any, **keywords: Any) -> Any:
+            others = [name for name in keywords if name not in cls.__struct_fields__]
+            for name in others:
+                check_foreign(cls.__name__, name, keywords.pop(name), cls.__name__, cls.__struct_fields__)
+            return super().__call__(*args, **keywords)

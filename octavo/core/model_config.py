@@ -156,6 +156,11 @@ class ModelConfig:
         return None if self.encoder_facts is None else self.encoder_facts.max_tokens or max_model_len
 
     @property
+    def has_only_states(self) -> bool:
+        """Whether all layers have recurrent states, so that blocks of the KV cache are their checkpoints."""
+        return False
+
+    @property
     def attention_width(self) -> int:
         """Numbers for each token in a layer's attention: q, its result, k and v."""
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim

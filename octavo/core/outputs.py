@@ -10,6 +10,7 @@ import msgspec
 
 from octavo.core.errors import InvalidRequestError
 from octavo.core.failures import ADAPTER, KV_CACHE
+from octavo.core.foreign import ForeignKeywords
 from octavo.core.sampling_params import check_parameters, check_truncation, parameter
 
 if TYPE_CHECKING:
@@ -46,9 +47,19 @@ class RequestMetrics:
     #: Tokens recomputed, and blocks moved, because of preemptions.
     num_recomputed_tokens: int = 0
     num_swapped_blocks: int = 0
-    #: Draft tokens and the accepted ones, over all completions.
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
+    #: Drafts with a token at each position, over all completions, and those of which it was accepted.
+    drafted_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens of all drafts."""
+        return sum(self.drafted_per_position)
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """The accepted ones."""
+        return sum(self.accepted_per_position)
 
     @property
     def time_in_queue(self) -> float | None:
@@ -177,7 +188,7 @@ PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classi
 POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 
 
-class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class PoolingParams(msgspec.Struct, metaclass=ForeignKeywords, kw_only=True, omit_defaults=True):
     """Parameters of a request for a vector or scores, named as vLLM's; raises InvalidRequestError for invalid values.
 
     >>> PoolingParams(dimensions=128)

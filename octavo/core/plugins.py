@@ -31,19 +31,24 @@ def load_class(name: str, classes: Mapping[str, type[T]], base: type[Any], kind:
         if name not in classes:
             raise ConfigError(f"unknown {kind} {name!r}; known: {', '.join(classes)}, or module:Class")
         return classes[name]
+    loaded = load_attribute(name, kind)
+    is_derived = inspect.isclass(loaded) and issubclass(loaded, base)  # mypy would narrow the type in the condition
+    if not is_derived:
+        raise ConfigError(f"{kind} {name!r} is not a class derived from {base_name}")
+    return loaded
+
+
+def load_attribute(name: str, kind: str) -> Any:
+    """What ``module:Name`` names; raises ConfigError if it cannot be imported. ``kind``: for messages."""
     module, _, attribute = name.partition(":")
     try:
         with _current_folder_on_the_path():
-            loaded: Any = getattr(importlib.import_module(module), attribute)
+            return getattr(importlib.import_module(module), attribute)
     except Exception as e:  # modules may raise anything
         raise ConfigError(
             f"{kind} {name!r} cannot be imported: {type(e).__name__}: {e} (looked for among installed modules, in "
             f"PYTHONPATH and in the current folder, {os.getcwd()})"
         ) from e
-    is_derived = inspect.isclass(loaded) and issubclass(loaded, base)  # mypy would narrow the type in the condition
-    if not is_derived:
-        raise ConfigError(f"{kind} {name!r} is not a class derived from {base_name}")
-    return loaded
 
 
 @contextlib.contextmanager

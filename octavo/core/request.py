@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, TypedDict
 import msgspec
 
 from octavo.core.errors import AdapterError, InvalidRequestError
-from octavo.core.foreign import FOREIGN
+from octavo.core.foreign import ForeignKeywords, check_foreign
 from octavo.core.garbage import exclude_from_gc
 from octavo.core.model_config import ReasoningMarks, ThinkingBudget
 from octavo.core.outputs import PoolingKind, PoolingParams, PoolingTask
@@ -180,12 +180,24 @@ class AdmissionStats(msgspec.Struct, array_like=True):
     num_swapped_blocks: int = 0
 
 
-class DraftStats(msgspec.Struct, array_like=True, gc=False):
-    """Draft tokens of a group so far, over its sequences, and the accepted ones."""
+class DraftStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Drafts of a group so far, over its sequences."""
 
     group_id: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    #: Drafts with a token at each position, and those of which it was accepted.
+    drafted_per_position: list[int] = []
+    accepted_per_position: list[int] = []
+
+    def add(self, num_tokens: int, num_accepted: int) -> DraftStats:
+        """With one more draft."""
+        drafted, accepted = self.drafted_per_position, self.accepted_per_position
+        return DraftStats(self.group_id, _with_first(drafted, num_tokens), _with_first(accepted, num_accepted))
+
+
+def _with_first(counts: list[int], number: int) -> list[int]:
+    """The counts, with one more at each of the first ``number`` positions."""
+    longer = counts + [0] * (number - len(counts))
+    return [count + 1 for count in longer[:number]] + longer[number:]
 
 
 class Hypothesis(msgspec.Struct, frozen=True):
@@ -253,7 +265,9 @@ class ResumePoint(msgspec.Struct, array_like=True):
 # Options of a request beside prompt and parameters.
 
 
-class RequestOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+class RequestOptions(
+    msgspec.Struct, metaclass=ForeignKeywords, frozen=True, kw_only=True, omit_defaults=True, gc=False
+):
     """Further keywords of ``LLM.generate`` and the like; raises InvalidRequestError for a wrong type or range."""
 
     #: An integer or finite float; lower goes first. Refused, if not 0, under a policy without priorities.
@@ -313,15 +327,18 @@ _INTERNAL = {"pin_as", "reasoning", "timestamps", "alignment_heads"}
 KEYWORDS = {*RequestOptions.__struct_fields__, "prompt_adapter_request"} - _INTERNAL
 
 
+#: Further parameters of methods of ``LLM``, for hints.
+METHOD_PARAMETERS = {
+    "prompts", "messages", "sampling_params", "pooling_params", "use_tqdm", "prompt_token_ids", "tools",
+    "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "pooling_task",
+}  # fmt: skip
+
+
 def check_request_keywords(method: str, keywords: Mapping[str, Any]) -> None:
-    """Checks keywords beside ``KEYWORDS``: raises TypeError for unknown, InvalidRequestError for refused ones."""
+    """Checks keywords beside ``KEYWORDS``; raises as ``check_foreign``."""
     for name, value in keywords.items():
-        if name in KEYWORDS:
-            continue
-        if name not in FOREIGN["keywords"]:
-            raise TypeError(f"{method}() got an unexpected keyword argument {name!r}")
-        if (problem := FOREIGN["keywords"][name].refusal(name, value)) is not None:
-            raise InvalidRequestError(problem)
+        if name not in KEYWORDS:
+            check_foreign(method, name, value, "keywords", KEYWORDS | METHOD_PARAMETERS)
 
 
 def options_from_keywords(
@@ -329,7 +346,7 @@ def options_from_keywords(
 ) -> RequestOptions:
     """The options with the fields that a method's keywords give; None means not given.
 
-    Raises TypeError for unknown keywords, InvalidRequestError for refused values, AdapterError for two adapters.
+    Raises as ``check_foreign``; AdapterError for two adapters.
     """
     if not keywords:
         return options

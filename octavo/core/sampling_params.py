@@ -15,7 +15,7 @@ import msgspec
 
 from octavo.core.errors import InvalidRequestError, did_you_mean
 from octavo.core.failures import GRAMMAR, NO_TOKEN_LEFT, SequenceFailure
-from octavo.core.foreign import FOREIGN
+from octavo.core.foreign import FOREIGN, ForeignKeywords
 
 # Parameters are declared once, as annotated fields of a struct. Flags, request bodies, help texts, reference pages and
 # checks are made of the declarations.
@@ -135,7 +135,13 @@ def _check_token_ids(name: str, value: object) -> None:
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
-class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+#: Names of these and of another field in vLLM's ``GuidedDecodingRequest``.
+GUIDED_NAMES = {
+    f"guided_{name}": name for name in ("json", "json_object", "regex", "choice", "grammar", "whitespace_pattern")
+}
+
+
+class StructuredOutputsParams(msgspec.Struct, metaclass=ForeignKeywords, kw_only=True, omit_defaults=True):
     """A constraint on an output: exactly one of the first six fields, or InvalidRequestError. Names are vLLM's.
 
     >>> StructuredOutputsParams(choice=["yes", "no"])
@@ -215,10 +221,27 @@ def structured_outputs_of(value: StructuredOutputsParams | Mapping[str, Any]) ->
     internal = ("begin_after", "begin_with")
     fields = [name for name in StructuredOutputsParams.__struct_fields__ if name not in internal]
     for name in value:
-        if name not in fields:
+        if name not in fields and name not in FOREIGN["StructuredOutputsParams"]:
             hint = did_you_mean(str(name), fields, written=str)
             raise InvalidRequestError(f"has the unknown field {name!r:.100}; {hint}", path="structured_outputs")
     return StructuredOutputsParams(**value)
+
+
+def guided_outputs_of(request: object) -> StructuredOutputsParams | None:
+    """The constraint of vLLM's ``guided_options_request``: a mapping, or an object with ``guided_json`` and the like.
+
+    Raises InvalidRequestError for unknown and invalid fields.
+    """
+    if not isinstance(request, Mapping):
+        request = getattr(request, "__dict__", None) or {type(request).__name__: request}
+    fields = {}
+    for name, value in request.items():
+        if name in GUIDED_NAMES:
+            fields[GUIDED_NAMES[name]] = value
+        elif name != "guided_decoding_backend":
+            hint = did_you_mean(str(name), GUIDED_NAMES, written=str)
+            raise InvalidRequestError(f"has the unknown field {name!r:.100}; {hint}", path="guided_options_request")
+    return None if all(value is None for value in fields.values()) else StructuredOutputsParams(**fields)
 
 
 def _check(name: str, value: object, kinds: type | tuple[type, ...], right: str) -> None:
@@ -268,7 +291,7 @@ MIN_TEMPERATURE = 1e-5
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True):
+class SamplingParams(msgspec.Struct, metaclass=ForeignKeywords, kw_only=True, omit_defaults=True, dict=True):
     """Sampling parameters of one request; names are vLLM's and those of the OpenAI API.
 
     >>> SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)
@@ -358,8 +381,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
     ] = None
     #: None: the default of the method.
     output_kind: RequestOutputKind | None = None
+    #: vLLM's beam search before ``BeamSearchParams``: the ``n`` best of ``best_of`` beams, see ``beam_search``.
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    #: vLLM's former name of ``structured_outputs``, which takes its value.
+    guided_decoding: Any = None
     # Fields of vLLM with one value here (``octavo/core/foreign.json``):
-    guided_decoding: None = None
     spaces_between_special_tokens: bool = True
     flat_logprobs: bool = False
 
@@ -370,6 +398,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
         """Checks every field, also once more when a request arrives; raises InvalidRequestError."""
         if isinstance(self.stop, str):
             self.stop = [self.stop]
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise InvalidRequestError("is a former name of structured_outputs: give one", path="guided_decoding")
+            self.structured_outputs, self.guided_decoding = self.guided_decoding, None
         check_parameters(self)
         if self.best_of is not None:
             check_integer("best_of", self.best_of, self.n, MAX_CANDIDATES)
@@ -394,8 +426,44 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, dict=True
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidRequestError("must be a RequestOutputKind", path="output_kind", got=self.output_kind)
         for name, meaning in FOREIGN["SamplingParams"].items():
-            if (value := getattr(self, name)) is not meaning.default:
+            if (value := getattr(self, name, meaning.default)) is not meaning.default:
                 raise InvalidRequestError(f"must be {meaning.default}, not {value!r}: {meaning.reason}", path=name)
+        self._check_beam_search()
+
+    def _check_beam_search(self) -> None:
+        if not isinstance(self.use_beam_search, bool):
+            raise InvalidRequestError("must be True or False", path="use_beam_search", got=self.use_beam_search)
+        if self.use_beam_search:
+            self.beam_search()
+            return
+        check_number("length_penalty", self.length_penalty, None, None)
+        for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+            value = getattr(self, name)
+            if value is not default and (default is False or value != default):
+                raise InvalidRequestError("is of beam search: it needs use_beam_search=True", path=name, got=value)
+
+    def beam_search(self) -> BeamSearchParams:
+        """The beam search of ``use_beam_search``: ``best_of`` beams, or ``n``. It draws no random numbers.
+
+        Raises:
+            InvalidRequestError: a field has no meaning in a beam search.
+        """
+        for name, declared in parameters(SamplingParams).items():
+            if name in BEAM_SEARCH_FIELDS or name in NOT_IN_BEAM_SEARCH:
+                continue
+            if (value := getattr(self, name)) not in (declared.default, None, []):
+                raise InvalidRequestError("must be left out with use_beam_search", path=name, got=value)
+        if self.logits_processors:
+            raise InvalidRequestError("must be left out with use_beam_search", path="logits_processors")
+        if self.max_tokens is None:
+            raise InvalidRequestError("must be a number with use_beam_search", path="max_tokens", got=None)
+        fields = {name: getattr(self, name) for name in BEAM_SEARCH_FIELDS}
+        return BeamSearchParams(beam_width=self.num_sequences, **fields)
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """The parameters of vLLM's constructor in which None, except for ``max_tokens``, means the default."""
+        return cls(**{name: value for name, value in fields.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> SamplingParams:
         """A deep copy that shares logits processors."""
@@ -483,7 +551,12 @@ def failure_of_fields(failure: SequenceFailure, params: SamplingParams, num_toke
 MAX_BEAM_WIDTH = 32
 
 
-class BeamSearchParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+#: Fields of ``SamplingParams`` that a beam search has too, and those that do not affect it.
+BEAM_SEARCH_FIELDS = ("max_tokens", "length_penalty", "early_stopping", "ignore_eos", "skip_special_tokens")
+NOT_IN_BEAM_SEARCH = frozenset({"n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed"})
+
+
+class BeamSearchParams(msgspec.Struct, metaclass=ForeignKeywords, kw_only=True, omit_defaults=True):
     """Beam search: keep the ``beam_width`` most likely continuations at every step.
 
     >>> BeamSearchParams(beam_width=4, max_tokens=64)

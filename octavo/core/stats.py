@@ -77,7 +77,7 @@ BLOCKS = Family("kv_cache_blocks", "gauge", "KV cache blocks now, by state.", ("
 GROUP_BLOCKS = Family(
     "kv_cache_group_blocks", "gauge",
     "KV cache blocks now, of each group of layers with equal KV entries, by state. window: tokens that its layers "
-    "attend to; all: the whole context.", ("group", "window", "state"),
+    "attend to; all: the whole context; states: a block is a recurrent state.", ("group", "window", "state"),
 )  # fmt: skip
 CAPACITY = Family("kv_cache_capacity_blocks", "gauge", "KV cache blocks in all.")
 PREEMPTIONS = Family("preemptions", "counter", "Requests set back to make room, by kind.", ("kind",))
@@ -103,6 +103,15 @@ class GroupState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     free: Annotated[int, series(GROUP_BLOCKS, "free")]
     pinned: Annotated[int, series(GROUP_BLOCKS, "pinned")]
     host_used: int
+    #: Whether its blocks are recurrent states.
+    has_states: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Value of the label ``window``."""
+        if self.has_states:
+            return "states"
+        return "all" if self.window is None else str(self.window)
 
     @property
     def counts(self) -> tuple[int, int, int, int, int]:
@@ -270,7 +279,7 @@ def ended_stats(stats: SchedulerStats) -> SchedulerStats:
     """The totals of an engine core that has ended."""
     now = [name for name, declared in statistics(SchedulerStats).items() if declared.family.kind == "gauge"]
     ended = msgspec.structs.replace(stats, **dict.fromkeys(now, 0), empty_slots=0)
-    ended.groups = [GroupState(group.window, 0, 0, 0, 0, 0) for group in stats.groups]
+    ended.groups = [GroupState(group.window, 0, 0, 0, 0, 0, group.has_states) for group in stats.groups]
     if stats.adapters is not None:
         ended.adapters = msgspec.structs.replace(stats.adapters, in_slots=0, in_host=0, loading=0)
     return ended
@@ -286,8 +295,10 @@ def _sum(parts: Sequence[S]) -> S:
 
 
 def sum_groups(groups: Sequence[GroupState]) -> GroupState:
-    sums = map(sum, zip(*(group.counts for group in groups), strict=True))
-    return GroupState(groups[0].window, *sums) if groups else GroupState(None, 0, 0, 0, 0, 0)
+    if not groups:
+        return GroupState(None, 0, 0, 0, 0, 0)
+    used, cached, free, pinned, host_used = map(sum, zip(*(group.counts for group in groups), strict=True))
+    return GroupState(groups[0].window, used, cached, free, pinned, host_used, groups[0].has_states)
 
 
 # Metrics of ``LLM.get_metrics``.
@@ -386,6 +397,8 @@ class BlockMap(msgspec.Struct):
     #: Blocks of a bin (the last may have fewer), and for each bin its blocks by ``BlockState``.
     bin_size: int = 0
     bins: list[list[int]] = []
+    #: Whether a block is the recurrent state after its tokens.
+    has_states: bool = False
 
 
 class GroupRow(msgspec.Struct, array_like=True, gc=False):

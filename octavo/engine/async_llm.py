@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -302,10 +302,11 @@ class AsyncLLM(EngineOperations):
             async for segment in segments:
                 yield segment
 
-    async def abort(self, request_id: str) -> None:
-        """Ends a request; its stream gives its last output. No effect if it is not open."""
-        if self._loaded and (request := self._end(request_id)) is not None:
-            self._notify(request)
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends a request or several; their streams give their last outputs. No effect on those that are not open."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            if self._loaded and (request := self._end(one)) is not None:
+                self._notify(request)
 
     async def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""

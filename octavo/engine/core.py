@@ -23,7 +23,7 @@ import msgspec
 
 from octavo.config.engine_config import EngineConfig, idle_options
 from octavo.config.kv_spec import GroupBlocks, KVLayout
-from octavo.config.options import MAX_LOGPROBS_ON_GPU
+from octavo.config.options import MAX_LOGPROBS_ON_GPU, SpeculativeConfig
 from octavo.core.errors import ConfigError, EngineStateError, ModelNotFoundError, SequenceError
 from octavo.core.failures import SequenceFailure
 from octavo.core.model_config import ModelConfig
@@ -380,7 +380,7 @@ class EngineCore(StepLoop):
         if options.distributed_executor_backend == "external_launcher":
             options = without_clock(options, policy_uses_clock=policy.uses_clock)
         self.model_config = read_config(folder, options)
-        self.dtype = _resolve_dtype(options, self.model_config)
+        self.dtype = resolve_dtype(options, self.model_config)
         processors = len(os.sched_getaffinity(0))
         if (options.num_threads or 0) > processors:  # they wait for one another by spinning
             logger.warning(
@@ -401,6 +401,8 @@ class EngineCore(StepLoop):
             options = options.for_transformers(device, context_length)
         else:
             options = options.with_token_budget(device, context_length)
+        if self.model_config.has_only_states:
+            options = options.for_states(self.model_config.architecture)
         #: With ``max_num_batched_tokens`` resolved.
         self.options = options
         # The rotary table need not be longer, and two kinds of scaling are better with a short one.
@@ -418,6 +420,15 @@ class EngineCore(StepLoop):
                 context_length,
             )
         self._warn_of_long_inputs(counts)
+        if "state_checkpoint_tokens" in options.model_fields_set and any(
+            (group.state_tokens or 0) >= self.max_model_len > options.block_size for group in executor.kv_groups()
+        ):
+            logger.warning(
+                "no sequence of up to %d tokens gets as far as state_checkpoint_tokens (%d): states are kept at the "
+                "ends of prompts and answers alone",
+                self.max_model_len,
+                options.state_checkpoint_tokens,
+            )
         host_counts = executor.num_host_blocks(self.max_model_len, in_flight)
         groups = executor.kv_groups()
         sizes = [
@@ -464,11 +475,16 @@ class EngineCore(StepLoop):
 
     def _new_scheduler(self, executor: Executor, sizes: list[GroupBlocks], preparations: Preparations) -> Scheduler:
         options = self.options
+        drafts = options.speculative_config
+        # Predictions of requests need no option, but blocks of states have room for drafts with the option only.
+        if drafts is None and all(size.state_tokens is None for size in sizes):
+            uses_clock = options.distributed_executor_backend != "external_launcher"
+            drafts = SpeculativeConfig(method="prediction", adaptive=uses_clock)
         scheduler = Scheduler(
             self.blocks,
             options,
             self.max_model_len,
-            speculator=make_speculator(options.speculative_config),
+            speculator=None if drafts is None else make_speculator(drafts),
             runs_ahead=_steps_in_flight(options) > 1,
             num_stages=executor.num_stages,
             preparations=preparations,
@@ -563,7 +579,8 @@ def _steps_in_flight(options: EngineConfig) -> int:
     return 2 if options.plans_ahead(resolve_device(options.device)) else 1
 
 
-def _resolve_dtype(options: EngineConfig, config: ModelConfig) -> str:
+def resolve_dtype(options: EngineConfig, config: ModelConfig) -> str:
+    """The type in which the network computes."""
     if options.dtype != "auto":
         return options.dtype
     stored = config.checkpoint_dtype

@@ -281,10 +281,11 @@ class StatusLine:
         queried, hits, drafts, draft_tokens, accepted = since
         share = f"{accepted / draft_tokens:.1%}, {1 + accepted / drafts:.2f} tokens a draft" if drafts else "-"
         swapped = f", {stats.num_swapped} swapped" if stats.num_swapped else ""
+        host = f", {stats.host_blocks_used} host blocks" if stats.host_blocks_used else ""
         return (
             f"{stats.num_running} running, {stats.num_waiting} waiting{swapped}; "
             f"prompts {self._prefill / seconds:.1f} tokens/s, output {self._decode / seconds:.1f} tokens/s; "
-            f"KV cache {stats.kv_cache_usage:.1%} used; "
+            f"KV cache {stats.kv_cache_usage:.1%} used{host}; "
             f"prefix hits {f'{hits / queried:.1%}' if queried else '-'}"
             f"{'' if stats.speculation is None else f'; drafts accepted {share}'}"
         )

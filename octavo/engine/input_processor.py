@@ -132,6 +132,9 @@ class InputProcessor:
             text, token_ids = self.read_prompt(prompt)
         virtual = 0 if adapter is None else adapter.num_virtual_tokens
         params.validate()  # a field may have been assigned after construction
+        num_answers = params.beam_width if isinstance(params, BeamSearchParams) else params.n
+        if isinstance(params, SamplingParams) and params.use_beam_search:
+            params = params.beam_search()
         if isinstance(params, SamplingParams) and (most := params.truncate_prompt_tokens) is not None:
             if split is not None:
                 raise InvalidRequestError(
@@ -163,7 +166,9 @@ class InputProcessor:
         if prompt_features.images:
             group.images, group.features = prompt_features.images, prompt_features.shifted(virtual)
         if isinstance(params, BeamSearchParams):  # describes its hypotheses as completions
-            params = SamplingParams(n=params.beam_width, skip_special_tokens=params.skip_special_tokens)
+            params = SamplingParams(
+                n=num_answers, best_of=params.beam_width, skip_special_tokens=params.skip_special_tokens
+            )
         encoder_prompt = None if split is None else split.get("encoder_prompt")
         return RequestState(request_id, text, token_ids, params, group, options.visible_tokens, encoder_prompt)
 

@@ -35,7 +35,7 @@ from octavo.core.request import (
     check_request_keywords,
     options_for_each,
 )
-from octavo.core.sampling_params import BeamSearchParams, SamplingParams
+from octavo.core.sampling_params import BeamSearchParams, SamplingParams, guided_outputs_of
 from octavo.core.stats import Metric, metrics_of
 from octavo.engine.front_end import StatLogger
 from octavo.engine.image_prompts import chat_prompt
@@ -55,6 +55,8 @@ Message = dict[str, Any]
 #: Messages, or one message, or the text of a user's message.
 Conversation = Sequence[Message] | Message | str
 Params = SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None
+#: ``prompt_token_ids``: of one prompt, or of each.
+TokenIds = Sequence[int] | Sequence[Sequence[int]] | None
 PoolingParamsOfEach = PoolingParams | Sequence[PoolingParams] | None
 #: Whether to show a progress bar, or a function that makes one from tqdm's arguments.
 Bar = bool | Callable[..., Any]
@@ -135,10 +137,12 @@ class LLM(LLMEngine):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: Params = None,
         *,
         use_tqdm: Bar = True,
+        prompt_token_ids: TokenIds = None,
+        guided_options_request: Any = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
         """Completes prompts (text, token ids, ``{"prompt": …}`` or ``{"prompt_token_ids": …}``), one or many.
@@ -148,6 +152,10 @@ class LLM(LLMEngine):
             sampling_params: one for all prompts, or one for each, taken as they are; by default
                 ``get_default_sampling_params()``.
             use_tqdm: shows a progress bar, or a function that makes one in place of ``tqdm.tqdm``.
+            prompt_token_ids: vLLM's former way to give prompts as token ids, of one or of each; ``prompts``, if given
+                too, are then only shown in outputs.
+            guided_options_request: vLLM's former way to give ``structured_outputs``, such as
+                ``{"guided_regex": "[0-9]+"}``; for all prompts.
             keywords: see the class.
 
         Raises:
@@ -156,10 +164,27 @@ class LLM(LLMEngine):
             AdapterError: the adapter of a single prompt cannot be used.
         """
         check_request_keywords("generate", keywords)
+        prompts = _with_token_ids(prompts, prompt_token_ids)
+        if guided_options_request is not None:
+            sampling_params = self._guided(sampling_params, guided_options_request)
         single = is_single("prompts", prompts, int, "text, token ids, a dictionary or a list of these")
         many = [cast(Prompt, prompts)] if single else list(cast("Sequence[Prompt]", prompts))
         options = options_for_each("generate", keywords, len(many))
         return self._run([(p, None) for p in many], sampling_params, use_tqdm, options, single)
+
+    def _guided(self, params: Params, request: Any) -> Params:
+        """Copies of the parameters, with the constraint of ``guided_options_request``."""
+        if (constraint := guided_outputs_of(request)) is None:
+            return params
+        params = params or self.get_default_sampling_params()
+        many = [params] if isinstance(params, (SamplingParams, BeamSearchParams)) else list(params)
+        for i, one in enumerate(many):
+            if isinstance(one, BeamSearchParams) or one.structured_outputs is not None:
+                reason = "a beam search has no constraint" if isinstance(one, BeamSearchParams) else "there is one"
+                raise InvalidRequestError(f"must be left out: {reason}", path="guided_options_request")
+            many[i] = clone = one.clone()
+            clone.structured_outputs = constraint
+        return many if isinstance(params, Sequence) else many[0]
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: Bar = True, **keywords: Any
@@ -181,8 +206,8 @@ class LLM(LLMEngine):
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: Params = None,
-        *,
         use_tqdm: Bar = True,
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -281,11 +306,12 @@ class LLM(LLMEngine):
 
     def encode(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         pooling_params: PoolingParamsOfEach = None,
         *,
         use_tqdm: Bar = True,
         pooling_task: PoolingTask | None = None,
+        prompt_token_ids: TokenIds = None,
         **keywords: Any,
     ) -> list[Pooled]:
         """The result of each prompt for a pooling task, as ``PoolingOutput``: ``data`` is float32.
@@ -297,12 +323,14 @@ class LLM(LLMEngine):
             pooling_params: one for all prompts, or one for each.
             use_tqdm: as for ``generate``.
             pooling_task: the task, if the parameters do not name it; default: vectors or class scores.
+            prompt_token_ids: as for ``generate``.
             keywords: see the class.
 
         Raises:
             InvalidRequestError: a single prompt cannot be served, or the model lacks the task.
         """
         check_request_keywords("encode", keywords)
+        prompts = _with_token_ids(prompts, prompt_token_ids)
         return self._pool("encode", prompts, pooling_params, pooling_task, use_tqdm, keywords)
 
     def embed(
@@ -642,6 +670,24 @@ def make_bar(bar: Bar, **options: Any) -> Any:
 
     make: Callable[..., Any] = bar if callable(bar) else functools.partial(tqdm, disable=not bar)
     return make(dynamic_ncols=True, **options)
+
+
+def _with_token_ids(prompts: Any, token_ids: TokenIds) -> Prompt | Sequence[Prompt]:
+    """The prompts of a method that takes ``prompt_token_ids`` too."""
+    if token_ids is None:
+        if prompts is None:
+            raise InvalidRequestError(
+                "must be text, token ids, a dictionary or a list of these", path="prompts", got=None
+            )
+        return cast("Prompt", prompts)
+    if isinstance(token_ids, np.ndarray):
+        token_ids = token_ids.tolist()
+    single = is_single("prompt_token_ids", token_ids, int, "token ids or a list of them")
+    many: list[Any] = [token_ids] if single else list(token_ids)
+    texts = [None] * len(many) if prompts is None else [prompts] if isinstance(prompts, str) else list(prompts)
+    check_one_each("prompts", texts, len(many))
+    made: list[Any] = [{"prompt": text, "prompt_token_ids": list(ids)} for text, ids in zip(texts, many, strict=True)]
+    return cast("Prompt", made[0]) if single else made
 
 
 def is_single(name: str, value: object, first: type, forms: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Concatenate
 
 from octavo.config.engine_config import EngineConfig
@@ -117,8 +117,13 @@ class LLMEngine:
         return self._pump.take()
 
     @holding_interrupts
-    def abort_request(self, request_id: str) -> RequestOutput | None:
-        """Ends a request at once; returns its last output, or None if it is not open."""
+    def abort_request(self, request_id: str | Iterable[str]) -> Any:
+        """Ends a request at once; returns its last output (``RequestOutput``), or None if it is not open.
+
+        Of several ids: the list of their outputs, or None, in this order.
+        """
+        if not isinstance(request_id, str):
+            return [self.abort_request(one) for one in request_id]
         request = self._pump.abort(request_id)
         return None if request is None else request.take()
 

@@ -24,6 +24,7 @@ from octavo.core.outputs import (
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, PositionLogprobs, SequenceOutput, SequenceResult
 from octavo.core.request import (
     AdmissionStats,
+    Beam,
     BeamResumePoint,
     CompletionResumePoint,
     DraftStats,
@@ -336,7 +337,8 @@ class RequestState:
             return self.group
         drafts, metrics = self.drafts, self.metrics
         if drafts is None and metrics.num_draft_tokens:
-            drafts = DraftStats(self.group_id, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens)
+            counts = metrics.drafted_per_position, metrics.accepted_per_position
+            drafts = DraftStats(self.group_id, *map(list, counts))
         begun = [(i, c) for i, c in enumerate(self.completions) if c.token_ids and not c.finished]
         completions = [CompletionResumePoint(i, c.token_ids.tolist()) for i, c in begun]
         progress = ResumePoint(completions, self.beams, self.admission, drafts, alone)
@@ -354,8 +356,12 @@ class RequestState:
         finished = self.finished
         outputs = [c.take() for c in self.completions]
         if (drafts := self.drafts) is not None:
-            drafted, accepted, self.drafts = drafts.num_draft_tokens, drafts.num_accepted_tokens, None
-            self.metrics = replace(self.metrics, num_draft_tokens=drafted, num_accepted_draft_tokens=accepted)
+            self.metrics = replace(
+                self.metrics,
+                drafted_per_position=tuple(drafts.drafted_per_position),
+                accepted_per_position=tuple(drafts.accepted_per_position),
+            )
+            self.drafts = None
         output = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -373,10 +379,10 @@ class RequestState:
         return output
 
     def _best(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
-        """``best_of``: the ``n`` most likely completions, best first, failed ones last."""
+        """``best_of``: the ``n`` most likely completions, best first, failed ones last. Hypotheses are sorted."""
         n = self.params.n
-        if len(outputs) <= n:
-            return outputs
+        if len(outputs) <= n or isinstance(self.group.task, Beam):
+            return outputs[:n]
         ranked = sorted(outputs, key=lambda o: (o.error is not None, -(o.cumulative_logprob or 0.0), o.index))
         return [replace(o, index=i) for i, o in enumerate(ranked[:n])]
 

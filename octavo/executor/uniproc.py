@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from octavo.config.engine_config import EngineConfig
-from octavo.config.options import SpeculativeConfig
 from octavo.core.errors import ConfigError, EngineDeadError, memory_errors
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import StepPlan, StepResult
@@ -193,9 +192,9 @@ def without_clock(options: EngineConfig, *, policy_uses_clock: bool) -> EngineCo
             "scheduler_delay_factor depends on time, which differs between processes: external_launcher needs 0"
         )
     mode = "by_sequences" if options.preemption_mode == "auto" else options.preemption_mode
-    drafts = (options.speculative_config or SpeculativeConfig(method="prediction")).model_copy(
-        update={"adaptive": False}
-    )
+    drafts = options.speculative_config
+    if drafts is not None:
+        drafts = drafts.model_copy(update={"adaptive": False})
     changes = {"aging_limit": None, "preemption_mode": mode, "speculative_config": drafts}
     return options.model_copy(update=changes)
 

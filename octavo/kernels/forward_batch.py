@@ -94,6 +94,8 @@ class ForwardBatch:
     query_start_loc: Annotated[Array, ArraySpec("s", np.int32, padding=None)]
     #: int32 [S]: context lengths, with the tokens of this step.
     seq_lens: Annotated[Array, ArraySpec("S", np.int32, advance=1)]
+    #: int32 [S]: tokens at the end of each sequence's that are drafts, which may be rejected.
+    num_drafts: Annotated[Array, ArraySpec("S", np.int32)]
     #: int32 [G, S, B]; entries past a sequence's last block, or outside a group's window, are never read.
     block_tables: Annotated[Array, ArraySpec("GSB", np.int32)]
     #: int32 [T]: slot of each token's adapter; -1: none.
@@ -170,6 +172,7 @@ def make_batch(
     kernels: ArrayMaker,
     *,
     starts: Sequence[int] | None = None,
+    num_drafts: Sequence[int] | None = None,
     token_ids: np.ndarray | None = None,
     adapters: Sequence[int] | None = None,
     token_types: np.ndarray | None = None,
@@ -186,6 +189,7 @@ def make_batch(
         query_lens: sequences with one token come first.
         block_tables: [G, S, B], or [S, B] for one group.
         starts: position of each sequence's first token to compute; by default its last tokens are computed.
+        num_drafts: draft tokens of each sequence; by default there are none.
         token_ids, token_types: [T]; zeros by default.
         adapters: slot of each sequence's adapter, -1 without one; by default no sequence has one.
         cross_lens, cross_tables: [S] and [S, C], if the network has cross attention.
@@ -209,6 +213,7 @@ def make_batch(
         "sampled_rows": offsets[1:].astype(np.int64) - 1,
         "query_start_loc": offsets,
         "seq_lens": np.array(seq_lens, np.int32),
+        "num_drafts": np.array(num_drafts or [0] * len(first), np.int32),
         "block_tables": tables,
         "adapters": slots[sequence],
         "cross_lens": np.array(cross_lens, np.int32),

@@ -203,10 +203,11 @@ class Kernels(ArrayMaker):
         """The experts of a layer, made from the results of ``pack``, which the caller then drops.
 
         Args:
-            gate_up: of each expert, gated, all with a bias or none; the sizes between the two matrices may differ.
+            gate_up: of each expert, all gated or none, all with a bias or none, and none if they are not gated; the
+                sizes between the two matrices may differ.
             down: of each expert, without bias (see ``add_expert_bias``), all with the same ``pieces``.
             shared: number of experts at the end that every token has.
-            activation: of the gates.
+            activation: of the gates, or of matrices without one.
             weighs_input: whether the weights are factors of the experts' inputs, rounded to their type, and not of
                 their results. Without shared experts only.
 
@@ -375,6 +376,15 @@ class Kernels(ArrayMaker):
     # zeros if p is 0, and writes the state to every block from p // n to (e - 1) // n. Slot mappings are meaningless.
     # Tokens are computed one after the other in one order, so that the bits of a result and of a state do not depend on
     # the cutting of a sequence into steps. See ``state_spans`` of ``octavo.kernels.reference_states``.
+    #
+    # Draft tokens. The last ``batch.num_drafts[s]`` tokens of a sequence are drafts, at most
+    # ``cache.draft_tokens`` and never all, and the next step begins behind those that were accepted. A state cannot be
+    # cut back, so none is advanced by a draft. If ``cache.draft_tokens`` is not 0, a block has the state after token q,
+    # the last one in the block or before it that was no draft, the position q as a float32 number, and for the drafts
+    # after q their *changes*: whatever advances the state by a token, in the same bits. A step that begins at p applies
+    # the first p - 1 - q changes of the block that it reads. Rejected drafts are changes that no step applies, so a
+    # block is valid for any number of accepted drafts: a full one stays a checkpoint, wherever it was copied.
+    # Each channel or head has its own q and changes, for kernels that compute them in parallel.
 
     @abstractmethod
     def causal_conv(
@@ -393,7 +403,8 @@ class Kernels(ArrayMaker):
         """Causal depthwise convolution over the tokens of each sequence: activation(conv(x * in_gate)) * out_gate.
 
         A channel's sum starts with the bias and goes from the oldest input to the token's own, in float32. The state
-        is the last K - 1 inputs, [K - 1, C] numbers from ``offset`` on, the oldest first.
+        is the last K - 1 inputs, [K - 1, C] numbers from ``offset`` on, the oldest first. The change of a draft is its
+        input, which follows them; last comes q, [1, C]. See ``conv_numbers``.
 
         Args:
             x, in_gate, out_gate: [T, C] of one type, rows may be strided.
@@ -422,17 +433,89 @@ class Kernels(ArrayMaker):
 
         The state of value head h is a matrix S [key_dim, value_dim]. With q and k of key head h * key_heads //
         value_heads, divided by their lengths: S *= exp(decay * softplus(a + dt_bias)),
-        S += k (sigmoid(b) * (v - k S)), o = q S / sqrt(key_dim), and the result is rms_norm(o) * norm * silu(z).
+        S += k (beta_scale * sigmoid(b) * (v - k S)), o = q S / sqrt(key_dim), and the result is
+        rms_norm(o) * norm * gate(z). With ``per_channel`` each row of S has a decay of its own (Kimi delta attention,
+        arXiv 2510.26692).
 
         Args:
             qkv: [T, 2 * key_heads * key_dim + value_heads * value_dim]: queries, keys, values; rows may be strided.
             z: [T, value_heads * value_dim], rows may be strided; of the type of qkv, as b and a.
-            b, a: [T, value_heads], rows may be strided.
+            b, a: [T, value_heads], rows may be strided; with ``per_channel`` a is [T, value_heads * key_dim].
             offset: of the matrices [value_heads, key_dim, value_dim] in a state, which may have others beside them.
+                With draft tokens D, [value_heads, 1 + D * (1 + key_dim + value_dim)] numbers follow: q, and for each
+                draft the factor of S, k divided by its length, and what multiplies k. With ``per_channel`` each draft
+                has key_dim factors. See ``delta_numbers``.
 
         Returns:
             [T, value_heads * value_dim] of the type of qkv, computed in float32 and rounded once.
         """
+
+    @abstractmethod
+    def selective_scan(
+        self,
+        x: Array,
+        dt: Array,
+        b: Array,
+        c: Array,
+        z: Array,
+        channels: ScanChannels,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        *,
+        offset: int = 0,
+    ) -> Array:
+        """The selective scan of Mamba 1 (Gu & Dao 2023, arXiv 2312.00752) with its gate.
+
+        Each channel has a state S of N numbers. With dt = softplus(dt + dt_bias):
+        S = exp(dt * decay) * S + dt * x * b, and the result is (S c + skip * x) * silu(z).
+
+        Args:
+            x, z: [T, C] of one type, rows may be strided.
+            dt: float32 [T, C], rows may be strided, as those of b and c.
+            b, c: float32 [T, N].
+            offset: of the states [N, C] in a state, which may have others beside them. With draft tokens D, rows [C]
+                follow: q, a number h that is 0 or 1, and for each draft dt and dt * x; then b [2, D, N] of the drafts.
+                A step reads b[h] and writes the other, as all channels have the same b. See ``scan_numbers``.
+
+        Returns:
+            [T, C] of the type of x, computed in float32 and rounded once.
+        """
+
+    @abstractmethod
+    def ssd_scan(
+        self,
+        xbc: Array,
+        dt: Array,
+        heads: ScanHeads,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        *,
+        z: Array | None = None,
+        offset: int = 0,
+        out_dtype: DType | None = None,
+    ) -> Array:
+        """The selective scan of Mamba 2, with a gate (state space duality: Dao & Gu 2024, arXiv 2405.21060).
+
+        The state of head h is a matrix S [state_size, head_dim]; b and c are those of group h * groups // heads. With
+        dt = softplus(dt_scale * dt + dt_bias), kept within ``dt_limits``: S = exp(dt * decay) * S + b (dt * x), and the
+        result is (c S + skip * x) * scale, with z times silu(gate_scale * z).
+
+        Args:
+            xbc: [T, heads * head_dim + 2 * groups * state_size]: x, b, c; rows may be strided.
+            dt: [T, heads], of the type of xbc, rows may be strided, as those of z.
+            z: [T, heads * head_dim] of the type of xbc.
+            offset: of the matrices [heads, state_size, head_dim] in a state, which may have others beside them. With
+                draft tokens D, [heads, 1 + D * (1 + state_size + head_dim)] numbers follow: q, and for each draft the
+                factor of S, b and dt * x. See ``ssd_numbers``.
+            out_dtype: of the result; None: that of xbc.
+
+        Returns:
+            [T, heads * head_dim], computed in float32 and rounded once.
+        """
+
+    @abstractmethod
+    def silu_gate(self, x: Array, gate: Array, scale: float = 1.0) -> Array:
+        """x * silu(scale * gate) of the gate's type; x float32 [T, C], gate [T, C], rows may be strided."""
 
     @abstractmethod
     def sigmoid_gate(self, x: Array, gate: Array) -> Array:
@@ -640,6 +723,33 @@ class LayerCache:
     group: int = field(default=0, kw_only=True)
     #: Of a recurrent state: tokens of a block, by which its block tables are indexed; 0: keys and values.
     state_tokens: int = field(default=0, kw_only=True)
+    #: Of a recurrent state: ``KVSpec.draft_tokens``.
+    draft_tokens: int = field(default=0, kw_only=True)
+
+
+def conv_numbers(taps: int, channels: int, draft_tokens: int = 0) -> int:
+    """Numbers of ``Kernels.causal_conv`` in a block of states."""
+    return (taps - 1 + (draft_tokens + 1 if draft_tokens else 0)) * channels
+
+
+def delta_numbers(
+    value_heads: int, key_dim: int, value_dim: int, draft_tokens: int = 0, *, per_channel: bool = False
+) -> int:
+    """Numbers of ``Kernels.gated_delta_rule`` in a block of states."""
+    change = (key_dim if per_channel else 1) + key_dim + value_dim
+    return value_heads * (key_dim * value_dim + (1 + draft_tokens * change if draft_tokens else 0))
+
+
+def scan_numbers(channels: int, state_size: int, draft_tokens: int = 0) -> int:
+    """Numbers of ``Kernels.selective_scan`` in a block of states."""
+    changes = (2 + 2 * draft_tokens) * channels + 2 * draft_tokens * state_size if draft_tokens else 0
+    return state_size * channels + changes
+
+
+def ssd_numbers(heads: int, head_dim: int, state_size: int, draft_tokens: int = 0) -> int:
+    """Numbers of ``Kernels.ssd_scan`` in a block of states."""
+    changes = 1 + draft_tokens * (1 + state_size + head_dim) if draft_tokens else 0
+    return heads * (state_size * head_dim + changes)
 
 
 @dataclass(frozen=True)
@@ -653,10 +763,49 @@ class DeltaHeads:
     eps: float
     #: float32 [value_heads], negative: -exp(A_log).
     decay: Array
-    #: float32 [value_heads]
+    #: float32 [value_heads], or with ``per_channel`` [value_heads * key_dim].
     dt_bias: Array
     #: float32 [value_dim]: the weight of the norm.
     norm: Array
+    #: With 2 a step may turn a part of the state around (negative eigenvalues; Grazzi et al. 2024, arXiv 2411.12537).
+    beta_scale: float = 1.0
+    #: Whether each key channel has a decay of its own.
+    per_channel: bool = False
+    gate: Literal["silu", "sigmoid"] = "silu"
+
+
+@dataclass(frozen=True)
+class ScanChannels:
+    """The weights of ``Kernels.selective_scan``."""
+
+    #: float32 [N, C], negative: -exp(A_log).
+    decay: Array
+    #: float32 [C]
+    dt_bias: Array
+    #: float32 [C]: D.
+    skip: Array
+
+
+@dataclass(frozen=True)
+class ScanHeads:
+    """The heads of ``Kernels.ssd_scan`` and their weights."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    state_size: int
+    #: float32 [heads], negative: -exp(A_log).
+    decay: Array
+    #: float32 [heads]
+    dt_bias: Array
+    #: float32 [heads]: D.
+    skip: Array
+    #: Bounds of dt after softplus.
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    #: Factors of dt, of the gate, and of the result.
+    dt_scale: float = 1.0
+    gate_scale: float = 1.0
+    scale: float = 1.0
 
 
 def check_pairs(pairs: Sequence[tuple[int, int]], sources: int, targets: int) -> None:
@@ -678,7 +827,7 @@ def _in_layer_order(
     for index, (group, count) in enumerate(zip(groups, blocks, strict=True)):
         made = make(group.spec, len(group.layers), count, group.spec.places(block_size))
         for layer, cache in zip(group.layers, made, strict=True):
-            cache.group = index
+            cache.group, cache.draft_tokens = index, group.spec.draft_tokens
             caches[layer] = cache
     return [caches[layer] for layer in sorted(caches)]
 
@@ -808,6 +957,8 @@ class PackedExperts(ABC):
     @abstractmethod
     def __call__(self, x: Array, experts: Array, weights: Array, add: Array | None = None) -> Array:
         """add + the sum over the token's experts of weight * down(activation(gate(x)) * up(x)).
+
+        Without gates, of weight * down(activation(up(x))).
 
         The sum is in ascending order of the experts, whatever the order of the slots: it depends on the token alone, so
         that batch-invariant backends can hold it, and lets a backend read each expert's weights once. The weights of

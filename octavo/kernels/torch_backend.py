@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, InsufficientMemoryError
-from octavo.kernels import reference_gated_delta, reference_states
+from octavo.kernels import reference_gated_delta, reference_scan, reference_states
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import (
     Activation,
@@ -132,6 +132,9 @@ class TorchKernels(Kernels):
     causal_conv = staticmethod(reference_states.causal_conv)
     gated_delta_rule = staticmethod(reference_gated_delta.gated_delta_rule)
     sigmoid_gate = staticmethod(reference_gated_delta.sigmoid_gate)
+    selective_scan = staticmethod(reference_scan.selective_scan)
+    ssd_scan = staticmethod(reference_scan.ssd_scan)
+    silu_gate = staticmethod(reference_scan.silu_gate)
 
     def scale_queries(self, q: Tensor, positions: Tensor, temperature: AttentionTemperature) -> Tensor:
         periods = (positions + temperature.offset) // temperature.period
@@ -199,6 +202,10 @@ class TorchKernels(Kernels):
             x += bias[experts[:, slot]] * weights[:, slot, None]
         return x
 
+    def sum_of_rows(self, x: Tensor) -> Tensor:
+        """The sum [N, 1] of each of a few numbers, x [N, K]."""
+        return x.sum(-1, keepdim=True)
+
     def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         routed, shared = logits.split([logits.shape[1] - spec.shared, spec.shared], dim=1)
         if spec.scoring == "sparsemixer":
@@ -210,7 +217,8 @@ class TorchKernels(Kernels):
             choices = routed
         if spec.num_groups > 1:
             groups = choices.unflatten(1, (spec.num_groups, -1))
-            of_group = groups.sort(-1, descending=True).values[..., : spec.best_of_group].sum(-1)
+            best = groups.sort(-1, descending=True).values[..., : spec.best_of_group]
+            of_group = self.sum_of_rows(best.flatten(0, 1)).view(best.shape[:2])
             kept = torch.zeros_like(of_group, dtype=torch.bool).scatter_(
                 1, _best_indices(of_group, spec.top_groups), True
             )
@@ -218,7 +226,7 @@ class TorchKernels(Kernels):
         experts = _best_indices(choices, spec.top_k)
         weights = scores.gather(1, experts)
         if spec.renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20).clamp(min=spec.least_sum)
+            weights = weights / (self.sum_of_rows(weights) + 1e-20).clamp(min=spec.least_sum)
         weights = weights.masked_fill(routed.isnan().any(-1, keepdim=True), float("nan"))
         behind = torch.arange(routed.shape[1], logits.shape[1], device=logits.device).expand(len(logits), -1)
         weights = torch.cat((weights * spec.scale, shared.sigmoid()), 1)

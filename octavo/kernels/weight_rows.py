@@ -84,6 +84,19 @@ class GGUFRows(QuantizedRows):
         assert not self.transposed
         return replace(self, rows=self.rows[order], factors=None if self.factors is None else self.factors[order])
 
+    def reorder_columns(self, order: np.ndarray) -> GGUFRows:
+        """The columns ``order``; where that divides blocks, as Q8_0: values are rounded once more, to 8 bits."""
+        assert not self.transposed
+        blocks = order.reshape(-1, self.block)
+        if (blocks % self.block == np.arange(self.block)).all():
+            rows = self.rows.reshape(len(self.rows), len(blocks), -1)[:, blocks[:, 0] // self.block]
+            return replace(self, rows=rows.reshape(self.rows.shape))
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import quantize
+
+        rows = quantize(dequantize(self.kind, self.rows)[:, order], GGMLQuantizationType.Q8_0)
+        return GGUFRows("Q8_0", rows, self.columns, 32, self.factors)
+
     def _take(self, rows: slice, columns: slice) -> Self:
         start, stop, _ = columns.indices(self.columns)
         if start % self.block or stop % self.block:

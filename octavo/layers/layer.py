@@ -166,6 +166,8 @@ class LayerContext:
     max_lora_rank: int = 0
     #: Rows of the embedding for virtual tokens of prompt adapters.
     virtual_tokens: int = 0
+    #: Maximum draft tokens of a sequence in a step, whose changes blocks of recurrent states keep.
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.tp_rank < self.tp_size:

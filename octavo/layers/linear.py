@@ -261,18 +261,20 @@ class ConcatQKVParallelLinear(ConcatenatedInputs, QKVParallelLinear):
         QKVParallelLinear.__init__(self, context, sum(widths), heads, kv_heads, head_dim, bias)
 
 
-def share_heads(context: LayerContext, heads: int, kv_heads: int) -> tuple[slice, slice]:
-    """This rank's query heads and KV heads; see ``QKVParallelLinear``."""
+def share_heads(
+    context: LayerContext, heads: int, kv_heads: int, names: tuple[str, str] = ("query heads", "KV heads")
+) -> tuple[slice, slice]:
+    """This rank's query heads and KV heads, or what errors call by ``names``; see ``QKVParallelLinear``."""
     rank, size = context.tp_rank, context.tp_size
     if size <= kv_heads:
-        own_kv = context.share(kv_heads, "KV heads", 1)
+        own_kv = context.share(kv_heads, names[1], 1)
         return slice(own_kv.start * heads // kv_heads, own_kv.stop * heads // kv_heads), own_kv
     if size % kv_heads == 0 and heads % size == 0:
         own_kv = slice(rank * kv_heads // size, rank * kv_heads // size + 1)
-        return context.share(heads, "query heads", 1), own_kv
+        return context.share(heads, names[0], 1), own_kv
     raise ConfigError(
-        f"{heads} query heads and {kv_heads} KV heads cannot be shared by {size} tensor-parallel workers: "
-        "there can be at most as many as KV heads, or a multiple of them that divides the query heads"
+        f"{heads} {names[0]} and {kv_heads} {names[1]} cannot be shared by {size} tensor-parallel workers: "
+        f"there can be at most as many as {names[1]}, or a multiple of them that divides the {names[0]}"
     )
 
 

@@ -10,7 +10,13 @@ from octavo.core.dtypes import DType
 from octavo.kernels.interface import Activation, Array, PackedExperts, PackedWeight, RoutingSpec, Xielu
 from octavo.kernels.weight_rows import QuantizedRows, to_values
 from octavo.layers.layer import Layer, LayerContext, Weight
-from octavo.layers.linear import GateUpParallelLinear, MergedColumnParallelLinear, ParallelLinear, RowParallelLinear
+from octavo.layers.linear import (
+    GateUpParallelLinear,
+    MergedColumnParallelLinear,
+    ParallelLinear,
+    Part,
+    RowParallelLinear,
+)
 
 
 class MLP(Layer):
@@ -22,6 +28,9 @@ class MLP(Layer):
             "fc1", MergedColumnParallelLinear(context, [("", inner)], hidden, bias, activation=activation)
         )
         self.fc2 = self.attach("fc2", RowParallelLinear(context, inner, hidden, bias))
+
+    def __call__(self, x: Array) -> Array:
+        return self.fc2(self.fc1(x))
 
     def add_to(self, residual: Array, x: Array) -> Array:
         return self.fc2.add_to(residual, self.fc1(x))
@@ -82,7 +91,7 @@ _BIAS = "gate.bias"
 
 
 class SparseMoE(Layer):
-    """A router and its experts, gated feed-forward networks (Shazeer et al. 2017; Fedus et al. 2021).
+    """A router and its experts, feed-forward networks (Shazeer et al. 2017; Fedus et al. 2021).
 
     Each rank holds a share of the inner dimension of every expert, and the whole router. As in other layers 1, 2 and 4
     ranks give the same bits if the inner dimension divides. The router is never quantised: it is small, and its errors
@@ -103,6 +112,9 @@ class SparseMoE(Layer):
         choice_bias: bool = False,
         bias: bool = False,
         activation: Activation = "silu",
+        gated: bool = True,
+        latent: int = 0,
+        latent_bias: bool = False,
     ) -> None:
         """Creates the experts, with the router's tensors under ``gate``.
 
@@ -115,10 +127,15 @@ class SparseMoE(Layer):
             choice_bias: whether the checkpoint has ``e_score_correction_bias``, see ``Kernels.route``.
             bias: whether the router and the experts' matrices have biases; not with a shared expert.
             activation: of the experts.
+            gated: whether the experts have gates; if not, neither has the shared one, and none a weight or biases.
+            latent: width of the experts' inputs and results, which ``fc1_latent_proj`` makes of x and
+                ``fc2_latent_proj`` expands; 0: that of x. The router and the shared expert have x itself.
+            latent_bias: whether these two have biases.
         """
         super().__init__()
         routing.check(num_experts)
         assert not (bias and routing.shared), "a shared expert has no bias"
+        assert gated or not (bias or routing.shared)
         self.kernels = context.kernels
         self._context = context
         self._routing = routing
@@ -130,13 +147,29 @@ class SparseMoE(Layer):
         #: float32 [experts, hidden], added once by every rank, whatever its share of the inner dimension.
         self._down_bias: Array | None = None
         self._down_bias_names = [f"experts.{index}.down_proj.bias" for index in range(num_experts) if bias]
-        self._shared: GatedMLP | None = None
+        self._shared: GatedMLP | MLP | None = None
         if shared_inner and not routing.shared:
-            self._shared = self.attach("shared_experts", GatedMLP(context, hidden, shared_inner, shared_bias))
+            kind = GatedMLP if gated else MLP
+            shared = kind(context, hidden, shared_inner, shared_bias, activation)
+            self._shared = self.attach("shared_experts", shared)
         context = replace(context, max_loras=0)  # adapters of experts are refused
-        #: Gate and up, and down, of each expert, until they are packed together.
-        self._gate_up = [GateUpParallelLinear(context, hidden, inner, bias) for _ in range(num_experts)]
-        self._down = [RowParallelLinear(context, inner, hidden, bias=False) for _ in range(num_experts)]
+        self._latent: tuple[ParallelLinear, ParallelLinear] | None = None
+        if latent:
+            compress, expand = (Part("", width, slice(0, width)) for width in (latent, hidden))
+            self._latent = (
+                self.attach("fc1_latent_proj", ParallelLinear(context, [compress], hidden, latent_bias)),
+                self.attach("fc2_latent_proj", ParallelLinear(context, [expand], latent, latent_bias)),
+            )
+        width = latent or hidden
+
+        def make_first() -> MergedColumnParallelLinear:
+            if gated:
+                return GateUpParallelLinear(context, width, inner, bias)
+            return MergedColumnParallelLinear(context, [("up_proj", inner)], width, bias=False)
+
+        #: Gate and up, or up, and down, of each expert, until they are packed together.
+        self._gate_up = [make_first() for _ in range(num_experts)]
+        self._down = [RowParallelLinear(context, inner, width, bias=False) for _ in range(num_experts)]
         names = [f"experts.{index}." for index in range(num_experts)]
         routers = {"gate.weight": (num_experts, hidden)}
         if routing.shared:
@@ -179,6 +212,13 @@ class SparseMoE(Layer):
         if self._down_bias is not None:
             assert residual is not None, "experts with biases are added to a residual stream"
             residual = self.kernels.add_expert_bias(residual, experts, weights, self._down_bias)
+        if self._latent is not None:
+            compress, expand = self._latent
+            return expand.packed(self._sum(compress(x), experts, weights, None), DType.FLOAT32, residual)
+        return self._sum(x, experts, weights, residual)
+
+    def _sum(self, x: Array, experts: Array, weights: Array, residual: Array | None) -> Array:
+        """residual + the sum of the routed experts over all ranks."""
         if self._context.tp_size == 1:
             return self._experts(x, experts, weights, residual)
         return self.kernels.all_reduce(self._experts(x, experts, weights), add=residual)

@@ -9,7 +9,7 @@ import numpy as np
 from octavo.config.kv_spec import KVSpec
 from octavo.core.dtypes import DType
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import Array, LayerCache
+from octavo.kernels.interface import Array, LayerCache, conv_numbers
 from octavo.kernels.weight_rows import QuantizedRows, to_values
 from octavo.layers.layer import Layer, LayerContext, Weight
 from octavo.layers.linear import MergedColumnParallelLinear, RowParallelLinear
@@ -28,11 +28,21 @@ class StateLayer(Layer, ABC):
 class CausalConv(Layer):
     """The weights of ``Kernels.causal_conv``: tensors ``weight`` [C, 1, K] or [C, K], and ``bias`` [C]."""
 
-    def __init__(self, context: LayerContext, channels: int, taps: int, bias: bool, own: slice | np.ndarray) -> None:
-        """``own``: this rank's channels."""
+    def __init__(
+        self,
+        context: LayerContext,
+        channels: int,
+        taps: int,
+        bias: bool,
+        own: slice | np.ndarray,
+        factors: np.ndarray | None = None,
+    ) -> None:
+        """``own``: this rank's channels; ``factors``: float32 [channels] of the inputs, kept in the weight."""
         super().__init__()
-        self.kernels, self.taps, self._own = context.kernels, taps, own
+        self.kernels, self.taps, self._own, self._factors = context.kernels, taps, own, factors
         self.channels = len(np.arange(channels)[own])
+        #: Numbers in a block of states.
+        self.numbers = conv_numbers(taps, self.channels, context.draft_tokens)
         self.weight: Array
         self.bias: Array | None = None
         self.expected["weight"] = (channels, 1, taps)
@@ -41,18 +51,16 @@ class CausalConv(Layer):
             self.expected["bias"] = (channels,)
             self.holds.append(Weight("bias", (self.channels,), "vector", DType.FLOAT32))
 
-    @property
-    def numbers(self) -> int:
-        """Numbers of its state."""
-        return (self.taps - 1) * self.channels
-
     def load(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
         """Files of GGUF have no dimension of size 1."""
         values = to_values(tensor)
         super().load(shard, values[:, None] if shard == "weight" and values.ndim == 2 else values)
 
     def place(self, shard: str, tensor: np.ndarray) -> None:
-        own = tensor[self._own].astype(np.float32)
+        values = tensor.astype(np.float32)
+        if shard == "weight" and self._factors is not None:
+            values = values * self._factors[:, None, None]
+        own = values[self._own]
         setattr(self, shard, self.kernels.array(np.ascontiguousarray(own[:, 0].T if shard == "weight" else own)))
 
 
@@ -67,7 +75,7 @@ class ShortConv(StateLayer):
         self.projection = self.attach("", MergedColumnParallelLinear(context, parts, hidden, bias, prefix="in_proj."))
         self.out = self.attach("out_proj", RowParallelLinear(context, hidden, hidden, bias))
         self.conv = self.attach("conv", CausalConv(context, hidden, taps, bias, self.out.columns))
-        self.kv_spec = KVSpec.state(self.conv.numbers)
+        self.kv_spec = KVSpec.state(self.conv.numbers, context.draft_tokens)
 
     def add_to(self, residual: Array, x: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
         """See ``StateLayer``."""

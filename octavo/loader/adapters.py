@@ -25,10 +25,10 @@ from octavo.core.model_config import ModelConfig
 from octavo.core.request import AdapterRef
 from octavo.kernels.weight_rows import dequantize
 from octavo.loader.gguf_config import ARCHITECTURES
-from octavo.loader.gguf_file import GGUFFile, layouts, tensors_by_source
+from octavo.loader.gguf_file import GGUFFile, layouts, stored_names, stored_shapes, tensors_by_source
 from octavo.loader.quantized import FLOATS
 from octavo.loader.weights import read_header
-from octavo.models.checkpoint import CheckpointEntry, Pairs, Permute, is_transposed
+from octavo.models.checkpoint import CheckpointEntry, Pairs, Permute, Shapes, is_transposed
 from octavo.models.network import build_without_weights
 
 
@@ -151,6 +151,8 @@ class LoraPair:
     #: For each row of B, its row in the file; None: the same.
     row_order: np.ndarray | None = None
     down_transposed: bool = False
+    #: For each column of A, its column in the file; None: the same.
+    column_order: np.ndarray | None = None
 
 
 def check_pairs(pairs: Sequence[LoraPair], targets: AdapterTargets, max_rank: int, where: Path) -> int:
@@ -205,6 +207,8 @@ def assemble(
                 raise AdapterError(f"{bad} of the values of tensor {name!r} are infinite or not a number", file=where)
         if pair.down_transposed:
             down = np.ascontiguousarray(down.T)
+        if pair.column_order is not None:
+            down = down[:, pair.column_order]
         if pair.row_order is not None:
             up = up[pair.row_order]
         up = up * pair.scale
@@ -549,10 +553,11 @@ class GGUFAdapter(AdapterFiles):
                     f"tensor {tensor!r} is no low-rank matrix, such as attn_q.weight.lora_a", file=file.path
                 )
         sources = dict.fromkeys(tensor.removesuffix(_GGUF_DOWN).removesuffix(_GGUF_UP) for tensor in file.tensors)
+        shapes = stored_shapes({name: stored_names(arch, name, sources) for name in targets.shapes}, targets.shapes)
         # For any layer, so that the error for a layer too many names it.
         by_source = {
             _BLOCK.sub("blk.{}.", source): [_LAYER.sub(".layers.{}.", name) for name in names]
-            for source, names in tensors_by_source(arch, [*targets.shapes], sources).items()
+            for source, names in tensors_by_source(arch, [*shapes], sources).items()
         }
         pairs: list[LoraPair] = []
         for source in sources:
@@ -561,7 +566,7 @@ class GGUFAdapter(AdapterFiles):
                 raise AdapterError(f"there are no adapters of the tensor {source!r} for this model", file=file.path)
             block = _BLOCK.match(source)
             modules = [name.format(block and block[1]) for name in dict.fromkeys(names)]
-            pairs += _pairs(file, source, modules, alpha, targets)
+            pairs += _pairs(file, source, modules, alpha, targets.config, shapes)
         return pairs
 
     def values(self, names: Container[str]) -> dict[str, np.ndarray]:
@@ -574,9 +579,9 @@ class GGUFAdapter(AdapterFiles):
 
 
 def _pairs(
-    file: GGUFFile, source: str, names: Sequence[str], alpha: float, targets: AdapterTargets
+    file: GGUFFile, source: str, names: Sequence[str], alpha: float, config: ModelConfig, shapes: Shapes
 ) -> Iterator[LoraPair]:
-    """A pair for each of the network's tensors ``names``, which are the row blocks of ``source`` in this order."""
+    """A pair for each of the tensors ``names``, which are the row blocks of ``source`` in this order."""
     down, up = file.tensors.get(source + _GGUF_DOWN), file.tensors.get(source + _GGUF_UP)
     if down is None or up is None:
         present, absent = (_GGUF_UP, _GGUF_DOWN) if down is None else (_GGUF_DOWN, _GGUF_UP)
@@ -585,22 +590,25 @@ def _pairs(
     down_shape = down.shape[::-1] if transposed else down.shape
     # As in llama.cpp, no alpha means no scaling.
     scale = alpha / up.shape[-1] if alpha else 1.0
-    counts = [up.rows] if len(names) == 1 else [targets.shapes.get(name, (0,))[0] for name in names]
+    counts = [up.rows] if len(names) == 1 else [shapes.get(name, (0,))[0] for name in names]
     if sum(counts) != up.rows:
         raise AdapterError(f"tensor {up.name!r} has {up.rows} rows, expected {sum(counts)}", file=file.path)
     start = 0
     for name, count in zip(names, counts, strict=True):
-        order = np.arange(start, start + count)
-        for entry in layouts(str(file.metadata["general.architecture"]), targets.config):
+        order, columns = np.arange(start, start + count), None
+        for entry in layouts(str(file.metadata["general.architecture"]), config):
             if isinstance(entry, Permute) and re.search(entry.pattern, name):
+                size = down_shape[-1] if entry.columns else count
                 try:
-                    order = order[entry.order(count)]
+                    permuted = entry.order(size)
                 except ValueError:
+                    tensor, what = (down, "columns") if entry.columns else (up, "rows")
                     raise AdapterError(
-                        f"tensor {up.name!r} has {count} rows, which fit no heads", file=file.path
+                        f"tensor {tensor.name!r} has {size} {what}, which fit no heads", file=file.path
                     ) from None
+                order, columns = (order, permuted) if entry.columns else (order[permuted], columns)
         module, up_shape = name.removesuffix(".weight"), (count, *up.shape[1:])
-        yield LoraPair(module, down.name, up.name, down_shape, up_shape, scale, order, transposed)
+        yield LoraPair(module, down.name, up.name, down_shape, up_shape, scale, order, transposed, columns)
         start += count
 
 

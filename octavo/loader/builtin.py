@@ -382,6 +382,16 @@ def _qwen3_moe(
     return _decoder("Qwen3MoeForCausalLM", 151936, width, inner, layers, heads, 40960, (151643, 151645), **others)
 
 
+def _qwen3_5(width: int, inner: int, layers: int, heads: tuple[int, int], **others: Any) -> dict[str, Any]:
+    """The language model: every fourth layer has attention, the others a gated delta network."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    others |= {"head_dim": 256, "full_attention_interval": 4, "rope_parameters": rope, "hidden_act": "silu"}
+    others |= {"linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    others |= {"linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6, "attention_bias": False}
+    size = (248320, width, inner, layers, heads, 262144, (248044, 248044))
+    return _decoder("Qwen3_5ForCausalLM", *size, **others)
+
+
 def _gemma3(
     window: int, width: int, inner: int, layers: int, heads: tuple[int, int], context: int, **others: Any
 ) -> dict[str, Any]:
@@ -422,6 +432,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         1024, 3072, 16, (16, 4), (48, 6, 384), head_dim=64, tie_word_embeddings=True
     ),
     "qwen3-30b-a3b-shape": _qwen3_moe(2048, 6144, 48, (32, 4), (128, 8, 768), tie_word_embeddings=False),
+    "qwen3.5-0.8b-shape": _qwen3_5(1024, 3584, 24, (8, 2), linear_num_value_heads=16, tie_word_embeddings=True),
     "gpt-oss-20b-shape": _gpt_oss(24, 32),
     "mistral-7b-v0.1-shape": _MISTRAL | {"rope_theta": 1e4, "sliding_window": 4096, "tie_word_embeddings": False},
     "gemma-3-270m-shape": _gemma3(512, 640, 2048, 18, (4, 1), 32768),

@@ -139,7 +139,7 @@ def _decoder(m: Metadata, *, partly_rotated: bool = False, **changes: Any) -> di
     ``partly_rotated``: the architecture can rotate a part of each head.
     """
     heads, head_dim = m.integer("attention.head_count"), m.head_dim()
-    kv_heads = m.integer("attention.head_count_kv", default=heads)
+    kv_heads = changes.get("num_key_value_heads") or m.integer("attention.head_count_kv", default=heads)
     if not m.has("attention.kv_lora_rank") and m.integer("attention.value_length", default=head_dim) != head_dim:
         raise UnsupportedModelError(f"{m.file.path}: key and value heads of different sizes are not supported")
     if heads % kv_heads:
@@ -149,7 +149,7 @@ def _decoder(m: Metadata, *, partly_rotated: bool = False, **changes: Any) -> di
         changes["rope_parameters"] = m.rope(partial=partly_rotated)
     return {
         "hidden_size": m.integer("embedding_length"),
-        "intermediate_size": m.integer("feed_forward_length"),
+        "intermediate_size": changes.get("intermediate_size") or m.integer("feed_forward_length"),
         "num_hidden_layers": m.layers(),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -477,7 +477,7 @@ def _olmo3(m: Metadata) -> dict[str, Any]:
     return _decoder(m, rope_parameters=ropes, **_layer_types(m, 4))
 
 
-def _granite(m: Metadata) -> dict[str, Any]:
+def _granite(m: Metadata, **changes: Any) -> dict[str, Any]:
     def factor(key: str) -> float:
         return m.real(key) if m.has(key) else 1.0
 
@@ -487,6 +487,7 @@ def _granite(m: Metadata) -> dict[str, Any]:
         embedding_multiplier=factor("embedding_scale"),
         residual_multiplier=factor("residual_scale"),
         logits_scaling=factor("logit_scale"),
+        **changes,
     )
 
 
@@ -505,6 +506,257 @@ def _cohere(m: Metadata) -> dict[str, Any]:
 
 def _cohere2(m: Metadata) -> dict[str, Any]:
     return _decoder(m, logit_scale=m.real("logit_scale"), **_layer_types(m, 4))
+
+
+def _lfm2(m: Metadata, **changes: Any) -> dict[str, Any]:
+    kv_heads, attends = m.kv_heads()
+    return _decoder(
+        m,
+        num_key_value_heads=kv_heads,
+        layer_types=["full_attention" if attention else "conv" for attention in attends],
+        conv_L_cache=m.integer("shortconv.l_cache"),
+        conv_bias=m.holds_any("shortconv.in_proj.bias"),
+        norm_eps=m.real("attention.layer_norm_rms_epsilon", default=1e-5),
+        block_auto_adjust_ff_dim=False,
+        **changes,
+    )
+
+
+def _lfm2_moe(m: Metadata) -> dict[str, Any]:
+    if m.integer("expert_gating_func", default=2) != 2:
+        raise UnsupportedModelError(f"{m.file.path}: {m.arch}.expert_gating_func other than sigmoid is not supported")
+    return _lfm2(
+        m,
+        num_experts=m.integer("expert_count"),
+        num_experts_per_tok=m.integer("expert_used_count"),
+        num_dense_layers=m.optional("leading_dense_block_count") or 0,
+        moe_intermediate_size=m.integer("expert_feed_forward_length"),
+        routed_scaling_factor=m.real("expert_weights_scale") if m.has("expert_weights_scale") else 1.0,
+        use_expert_bias=m.holds_any("exp_probs_b.bias"),
+    )
+
+
+def _gated_delta(m: Metadata, **changes: Any) -> dict[str, Any]:
+    """Qwen3-Next and Qwen3.5. Sections of rotary positions are not read: of a text, all are equal."""
+    layers, value_heads = _prediction(m)["num_hidden_layers"], m.integer("ssm.time_step_rank")
+    if m.integer("ssm.inner_size") % value_heads:
+        raise WeightError(f"{m.file.path}: {m.arch}.ssm.inner_size must be a multiple of its {value_heads} heads")
+    return _decoder(
+        m,
+        rope_parameters=m.rope(partial=True),
+        attention_bias=m.holds_any("attn_output.bias"),
+        num_hidden_layers=layers,
+        layer_types=["linear_attention" if has else "full_attention" for has in m.recurrent_layers()[:layers]],
+        linear_conv_kernel_dim=m.integer("ssm.conv_kernel"),
+        linear_key_head_dim=m.integer("ssm.state_size"),
+        linear_value_head_dim=m.integer("ssm.inner_size") // value_heads,
+        linear_num_key_heads=m.integer("ssm.group_count"),
+        linear_num_value_heads=value_heads,
+        **changes,
+    )
+
+
+def _gated_delta_moe(m: Metadata) -> dict[str, Any]:
+    inner = m.integer("expert_feed_forward_length")
+    return _gated_delta(
+        m,
+        intermediate_size=m.optional("feed_forward_length") or inner,
+        num_experts=m.integer("expert_count"),
+        num_experts_per_tok=m.integer("expert_used_count"),
+        moe_intermediate_size=inner,
+        shared_expert_intermediate_size=m.integer("expert_shared_feed_forward_length", default=inner),
+        norm_topk_prob=True,
+    )
+
+
+def _mamba(m: Metadata, **changes: Any) -> dict[str, Any]:
+    """Mamba 1 and 2. No file says how long texts may be: 2^20 is the converter's number."""
+    hidden, inner = m.integer("embedding_length"), m.integer("ssm.inner_size")
+    length = m.integer("context_length", default=1 << 20)
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": m.layers(),
+        "expand": inner / hidden,
+        "state_size": m.integer("ssm.state_size"),
+        "conv_kernel": m.integer("ssm.conv_kernel"),
+        "use_conv_bias": m.holds("blk.0.ssm_conv1d.bias"),
+        "use_bias": m.holds("blk.0.ssm_in.bias"),
+        "layer_norm_epsilon": m.real("attention.layer_norm_rms_epsilon", default=1e-5),
+        **({} if length == 1 << 20 else {"max_position_embeddings": length}),
+        **changes,
+    }
+
+
+def _mamba1(m: Metadata) -> dict[str, Any]:
+    return _mamba(m, time_step_rank=m.integer("ssm.time_step_rank"))
+
+
+def _mamba2(m: Metadata) -> dict[str, Any]:
+    heads, inner = m.integer("ssm.time_step_rank"), m.integer("ssm.inner_size")
+    if inner % heads:
+        raise WeightError(f"{m.file.path}: {m.arch}.ssm.inner_size ({inner}) must be a multiple of its {heads} heads")
+    return _mamba(m, num_heads=heads, head_dim=inner // heads, n_groups=m.integer("ssm.group_count", default=1))
+
+
+def _mamba_mixer(m: Metadata) -> dict[str, Any]:
+    """The mixer of networks that have attention, too."""
+    return {
+        "mamba_expand": m.integer("ssm.inner_size") / m.integer("embedding_length"),
+        "mamba_d_state": m.integer("ssm.state_size"),
+        "mamba_d_conv": m.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": m.holds_any("ssm_conv1d.bias"),
+        "mamba_proj_bias": m.holds_any("ssm_in.bias"),
+    }
+
+
+def _mamba2_mixer(m: Metadata) -> dict[str, Any]:
+    heads, inner = m.integer("ssm.time_step_rank"), m.integer("ssm.inner_size")
+    if inner % heads:
+        raise WeightError(f"{m.file.path}: {m.arch}.ssm.inner_size ({inner}) must be a multiple of its {heads} heads")
+    groups = m.integer("ssm.group_count", default=1)
+    return {**_mamba_mixer(m), "mamba_n_heads": heads, "mamba_d_head": inner // heads, "mamba_n_groups": groups}
+
+
+def _granite_hybrid(m: Metadata) -> dict[str, Any]:
+    kv_heads, attends = m.kv_heads()
+    inner = m.integer("feed_forward_length")
+    return _granite(
+        m,
+        num_key_value_heads=kv_heads,
+        layer_types=["attention" if attention else "mamba" for attention in attends],
+        attention_bias=m.holds_any("attn_output.bias"),
+        num_local_experts=m.optional("expert_count") or 0,
+        num_experts_per_tok=m.optional("expert_used_count") or 1,
+        shared_intermediate_size=m.optional("expert_shared_feed_forward_length") or inner,
+        **_mamba2_mixer(m),
+    )
+
+
+def _bamba(m: Metadata) -> dict[str, Any]:
+    kv_heads, attends = m.kv_heads()
+    return _decoder(
+        m,
+        partly_rotated=True,
+        num_key_value_heads=kv_heads,
+        attn_layer_indices=[layer for layer, attention in enumerate(attends) if attention],
+        attention_bias=m.holds_any("attn_output.bias"),
+        **_mamba2_mixer(m),
+    )
+
+
+def _nemotron_h(m: Metadata) -> dict[str, Any]:
+    """Layers are what their tensors say: files have numbers of KV heads and inner sizes for each."""
+    layers, heads, head_dim = _prediction(m)["num_hidden_layers"], m.integer("attention.head_count"), m.head_dim()
+    experts = m.optional("expert_count")  # some files without experts have a number
+    mixer, tensors = _mamba2_mixer(m), {"ssm_in": "mamba", "attn_output": "attention", "ffn_gate_inp": "moe"}
+    kinds = [
+        next((kind for name, kind in tensors.items() if m.holds(f"blk.{layer}.{name}.weight")), "mlp")
+        for layer in range(layers)
+    ]
+    config = {
+        "hidden_size": m.integer("embedding_length"),
+        "layers_block_type": kinds,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": m.kv_heads()[0],
+        "head_dim": head_dim,
+        "max_position_embeddings": m.integer("context_length"),
+        "layer_norm_epsilon": m.real("attention.layer_norm_rms_epsilon", default=1e-5),
+        "mlp_bias": m.holds_any("ffn_up.bias") or m.holds_any("ffn_up_shexp.bias"),
+        "mamba_num_heads": mixer["mamba_n_heads"],
+        "mamba_head_dim": mixer["mamba_d_head"],
+        "n_groups": mixer["mamba_n_groups"],
+        "ssm_state_size": mixer["mamba_d_state"],
+        "conv_kernel": mixer["mamba_d_conv"],
+        "use_conv_bias": mixer["mamba_conv_bias"],
+        "use_bias": mixer["mamba_proj_bias"],
+    }
+    if "moe" in kinds:
+        if m.integer("expert_gating_func", default=2) != 2:
+            raise UnsupportedModelError(
+                f"{m.file.path}: {m.arch}.expert_gating_func other than sigmoid is not supported"
+            )
+        config |= {
+            "n_routed_experts": experts,
+            "num_experts_per_tok": m.integer("expert_used_count"),
+            "moe_intermediate_size": m.integer("expert_feed_forward_length"),
+            "moe_shared_expert_intermediate_size": m.integer("expert_shared_feed_forward_length"),
+            "moe_latent_size": m.optional("moe_latent_size"),
+            "routed_scaling_factor": m.real("expert_weights_scale") if m.has("expert_weights_scale") else 1.0,
+            "norm_topk_prob": m.flag("expert_weights_norm", default=True),
+            "n_group": m.optional("expert_group_count") or 1,
+            "topk_group": m.optional("expert_group_used_count") or 1,
+        }
+    inner = m.rows(f"blk.{kinds.index('mlp')}.ffn_up.weight") if "mlp" in kinds else config.get("moe_intermediate_size")
+    return config | {"intermediate_size": inner or 1}
+
+
+def _falcon_h1(m: Metadata) -> dict[str, Any]:
+    """The converter multiplies matrices by the model's factors. llama.cpp applies the gate before the norm."""
+    return _decoder(
+        m,
+        mamba_d_ssm=m.integer("ssm.inner_size"),
+        mamba_rms_norm=m.holds_any("ssm_norm.weight"),
+        mamba_norm_before_gate=False,
+        **_mamba2_mixer(m),
+    )
+
+
+def _jamba(m: Metadata) -> dict[str, Any]:
+    """Files have no period of layers with attention or with experts, but the layers."""
+    kv_heads, attends = m.kv_heads()
+    sparse = [m.holds(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(m.layers())]
+    periods: dict[str, Any] = {}
+    for name, layers in {"attn": attends, "expert": sparse}.items():
+        indices = [layer for layer, has in enumerate(layers) if has] or [0]
+        period = indices[1] - indices[0] if len(indices) > 1 else len(layers)
+        if any(layers) and indices != list(range(indices[0], len(layers), period)):
+            raise UnsupportedModelError(
+                f"{m.file.path}: the layers {indices} of {m.arch} with {name} are no arithmetic series: not supported"
+            )
+        periods |= {f"{name}_layer_period": period, f"{name}_layer_offset": indices[0]}
+    return _decoder(
+        m,
+        num_key_value_heads=kv_heads,
+        num_experts=m.integer("expert_count") if any(sparse) else 1,
+        num_experts_per_tok=m.optional("expert_used_count") or 1,
+        mamba_dt_rank=m.integer("ssm.time_step_rank"),
+        **periods,
+        **_mamba_mixer(m),
+    )
+
+
+def _kimi_linear(m: Metadata) -> dict[str, Any]:
+    _, attends = m.kv_heads()
+    if m.integer("expert_gating_func", default=2) != 2:
+        raise UnsupportedModelError(f"{m.file.path}: {m.arch}.expert_gating_func other than sigmoid is not supported")
+    heads, turned = m.integer("attention.head_count"), m.integer("rope.dimension_count")
+    return {
+        "hidden_size": m.integer("embedding_length"),
+        "intermediate_size": m.integer("feed_forward_length"),
+        "num_hidden_layers": m.layers(),
+        "num_attention_heads": heads,
+        "max_position_embeddings": m.integer("context_length"),
+        "rms_norm_eps": m.real("attention.layer_norm_rms_epsilon", default=1e-5),
+        "layer_types": ["full_attention" if attention else "linear_attention" for attention in attends],
+        "linear_num_heads": heads,
+        "linear_head_dim": m.integer("kda.head_dim"),
+        "linear_conv_kernel_dim": m.integer("ssm.conv_kernel"),
+        "q_lora_rank": m.optional("attention.q_lora_rank"),
+        "kv_lora_rank": m.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": m.integer("attention.key_length_mla") - turned,
+        "v_head_dim": m.integer("attention.value_length_mla"),
+        "first_k_dense_replace": m.optional("leading_dense_block_count") or 0,
+        "num_experts": m.integer("expert_count"),
+        "num_experts_per_token": m.integer("expert_used_count"),
+        "num_shared_experts": m.optional("expert_shared_count") or 0,
+        "moe_intermediate_size": m.integer("expert_feed_forward_length"),
+        "routed_scaling_factor": m.real("expert_weights_scale") if m.has("expert_weights_scale") else 1.0,
+        "moe_renormalize": m.flag("expert_weights_norm", default=True),
+        "n_group": m.optional("expert_group_count") or 1,
+        "topk_group": m.optional("expert_group_used_count") or 1,
+    }
 
 
 def _stablelm(m: Metadata) -> dict[str, Any]:
@@ -553,6 +805,8 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     "exaone4": ("Exaone4ForCausalLM", lambda m: _decoder(m, **_layer_types(m, 4))),
     "glm4": ("Glm4ForCausalLM", _glm),
     "granite": ("GraniteForCausalLM", _granite),
+    "granitehybrid": ("GraniteMoeHybridForCausalLM", _granite_hybrid),
+    "granitehybrid with positions": ("BambaForCausalLM", _bamba),
     "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", _decoder),
     "jais2": ("Jais2ForCausalLM", partial(_decoder, hidden_act="relu2")),
     "mistral3": ("Ministral3ForCausalLM", _mistral3),
@@ -581,6 +835,19 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", _hunyuan_moe),
     "llama4": ("Llama4ForCausalLM", _llama4),
     "minimax-m2": ("MiniMaxM2ForCausalLM", _minimax_m2),
+    "falcon-h1": ("FalconH1ForCausalLM", _falcon_h1),
+    "jamba": ("JambaForCausalLM", _jamba),
+    "kimi-linear": ("KimiLinearForCausalLM", _kimi_linear),
+    "lfm2": ("Lfm2ForCausalLM", _lfm2),
+    "lfm2moe": ("Lfm2MoeForCausalLM", _lfm2_moe),
+    "mamba": ("MambaForCausalLM", _mamba1),
+    "mamba with norms": ("FalconMambaForCausalLM", _mamba1),
+    "mamba2": ("Mamba2ForCausalLM", _mamba2),
+    "nemotron_h": ("NemotronHForCausalLM", _nemotron_h),
+    "nemotron_h_moe": ("NemotronHForCausalLM", _nemotron_h),
+    "qwen3next": ("Qwen3NextForCausalLM", _gated_delta_moe),
+    "qwen35": ("Qwen3_5ForCausalLM", _gated_delta),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", _gated_delta_moe),
     "deepseek2": ("DeepseekV2ForCausalLM", _deepseek),
     "deepseek2 with sigmoids": ("DeepseekV3ForCausalLM", _deepseek),
     "gemma": ("GemmaForCausalLM", _gemma),
@@ -612,6 +879,10 @@ def _kind(m: Metadata) -> str:
         name = "olmo2 with a window"
     elif name in ("bert", "qwen3") and m.holds("cls.output.weight"):
         name = f"{name} with classes"
+    elif name == "granitehybrid" and m.flag("rope.scaling.finetuned"):
+        name = "granitehybrid with positions"
+    elif name == "mamba" and m.flag("ssm.dt_b_c_rms"):
+        name = "mamba with norms"
     elif name == "deepseek2" and _is_v3(m):
         name = "deepseek2 with sigmoids"
     if name not in ARCHITECTURES:

@@ -12,20 +12,21 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, LlamaFileType
-from gguf.tensor_mapping import get_tensor_name_map
+from gguf.tensor_mapping import TensorNameMap, get_tensor_name_map
 
 from octavo.core.dtypes import DType, rounded
 from octavo.core.errors import UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.interface import StoredForm
 from octavo.kernels.weight_rows import GGUFRows, dequantize
+from octavo.layers.gated_delta import DeltaShape
 from octavo.loader.files import split_paths
 from octavo.loader.misfits import Fields
 from octavo.models.checkpoint import (
@@ -39,6 +40,7 @@ from octavo.models.checkpoint import (
     is_transposed,
     transpose,
 )
+from octavo.models.qwen3_next import Qwen3NextConfig
 from octavo.process.startup import GIB
 
 #: Types of metadata by their number.
@@ -354,6 +356,10 @@ class Metadata:
     def holds(self, tensor: str) -> bool:
         return tensor in self.file.tensors
 
+    def holds_any(self, tensor: str) -> bool:
+        """Whether a layer has a tensor of this name, such as ``attn_output.bias``."""
+        return any(name.endswith(f".{tensor}") for name in self.file.tensors)
+
     def has(self, key: str) -> bool:
         """Whether a setting is present and not 0."""
         return bool(np.any(self.file.metadata.get(f"{self.arch}.{key}", 0)))
@@ -395,6 +401,29 @@ class Metadata:
     def rows(self, tensor: str) -> int | None:
         entry = self.file.tensors.get(tensor)
         return None if entry is None else entry.shape[0]
+
+    def kv_heads(self) -> tuple[int, list[bool]]:
+        """The KV heads of a layer with attention, and for each layer whether it has attention: others have 0."""
+        counts, layers = np.ravel(self._get("attention.head_count_kv", None)), self.layers()
+        counts = np.repeat(counts, layers) if len(counts) == 1 else counts
+        heads = {int(count) for count in counts if count} if counts.dtype.kind in "iu" else set()
+        if len(counts) < layers or len(heads) != 1 or min(heads) < 1:
+            raise UnsupportedModelError(
+                f"{self.file.path}: {self.arch}.attention.head_count_kv must have one number of KV heads, or 0, for "
+                f"each layer, not {counts.tolist()}"
+            )
+        return heads.pop(), [bool(count) for count in counts]
+
+    def recurrent_layers(self) -> list[bool]:
+        """For each layer whether it has a state: all but every fourth, unless the file says otherwise."""
+        layers, key = self.layers(), "attention.recurrent_layers"
+        if self.has(key):
+            kinds = np.ravel(self._get(key, None))
+            if len(kinds) < layers:
+                raise WeightError(f"{self.file.path}: {self.arch}.{key} has {len(kinds)} values for {layers} layers")
+            return [bool(kind) for kind in kinds[:layers]]
+        interval = self.integer("full_attention_interval", default=4)
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
 
     def layers(self) -> int:
         layers = self.integer("block_count")
@@ -542,30 +571,66 @@ def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any] | Non
 #: Names that the package's map, or that of an older package, lacks; of layers, the names of the first.
 _ALIASES = {
     "lm_head.weight": "output.weight",
+    **{
+        f"model.layers.0.{mixer}.dt_bias": "blk.0.ssm_dt.bias"
+        for mixer in ("linear_attn", "mixer", "self_attn", "mamba")
+    },
     "model.embed_positions.weight": "position_embd.weight",
     "model.embed_norm.weight": "token_embd_norm.weight",
     "model.embed_norm.bias": "token_embd_norm.bias",
-    "model.layers.0.mlp.gate.e_score_correction_bias": "blk.0.exp_probs_b.bias",
+    **{f"model.layers.0.{mlp}.gate.e_score_correction_bias": "blk.0.exp_probs_b.bias" for mlp in ("mlp", "mixer")},
     "model.layers.0.self_attn.sinks": "blk.0.attn_sinks.weight",
     "model.embed_types.weight": "token_types.weight",
     **{f"model.layers.0.attention_norm.{kind}": f"blk.0.attn_output_norm.{kind}" for kind in ("weight", "bias")},
     **{f"model.layers.0.mlp_norm.{kind}": f"blk.0.layer_output_norm.{kind}" for kind in ("weight", "bias")},
     **{f"{head}.out.{kind}": f"cls.output.{kind}" for head in ("head", "score") for kind in ("weight", "bias")},
 }
+#: Names for which the architecture has no name of its own in the package's map.
+_OTHER_NORMS = {"model.norm.weight": "token_embd_norm.weight"}
 #: The norms of a Falcon with two norms, which are the other way round.
 _FALCON_NORMS = {"input_layernorm": "attn_norm_2", "post_attention_layernorm": "attn_norm"}
 #: Tensors of one number that files keep as settings, with a number for each layer.
 _SETTINGS = {f"act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")}
 #: Architectures in whose files the rows of a head's two halves take turns.
-_INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "llama-embed", "mistral3", "olmo", "smollm3")
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_INTERLEAVED = (
+    *("arcee", "granite", "granitehybrid", "granitemoe", "llama", "llama-embed", "mistral3", "olmo", "smollm3"),
+)
+_FUSED = (
+    ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+    ("conv.in_proj", ("b_proj", "c_proj", "x_proj")),
+    ("in_proj", ("in_proj_z", "in_proj_x", "in_proj_b", "in_proj_c", "in_proj_dt")),
+    ("in_proj_qkv", ("in_proj_q", "in_proj_k", "in_proj_v")),
+)
+#: Architectures with gated delta networks, and the matrices of their files whose parts take turns by head as in
+#: checkpoints: the network's ``checkpoint_map`` takes these apart.
+_GATED_DELTA = ("qwen3next", "qwen35", "qwen35moe")
+_WHOLE = {
+    "self_attn.q_proj": ("q_proj", "gate_proj"),
+    "linear_attn.in_proj_qkvz": ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z"),
+    "linear_attn.in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+_WHOLE_OF = {f"{whole.partition('.')[0]}.{part}": whole for whole, parts in _WHOLE.items() for part in parts}
+#: Convolutions that files have one by one, as checkpoints do: ``checkpoint_map`` joins them.
+_APART = {"self_attn.conv1d": ("self_attn.q_conv1d", "self_attn.k_conv1d", "self_attn.v_conv1d")}
+#: Weights of recurrences and of their convolutions, which are float32 in files and in memory.
+_RECURRENT = re.compile(
+    r"\.(A_log|D|dt_bias|dt_proj\.bias|((linear_attn|mixer|mamba)\.norm|o_norm)\.weight|\w*conv(1d)?\.(weight|bias))$"
+)
 #: Fused matrices that the converter writes of any architecture if it is told to.
 _FUSED_ON_DEMAND = {"self_attn.qkv_proj": "attn_qkv", "experts.gate_up_proj": "ffn_gate_up_exps"}
 #: Keys and values of latent attention: one matrix, or two.
 _KEYS_VALUES, _KEYS, _VALUES = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _BLOCK = re.compile(r"blk\.\d+\.")
+_LAYER_PART = re.compile(r"(?P<before>.*\.layers\.(?P<layer>\d+)\.)(?P<part>\w+\.\w+)(?P<after>\.(weight|bias))$")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@functools.cache
+def _name_map(arch: str) -> TensorNameMap:
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == arch)
+    return get_tensor_name_map(kind, 1)
 
 
 def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> dict[str, list[str]]:
@@ -574,50 +639,132 @@ def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> d
     ``arch`` is the value of general.architecture. ``held`` are the names of the file's tensors; they tell whether
     matrices are fused.
     """
-    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == arch)
-    name_map = get_tensor_name_map(kind, 1)
-    held = {_BLOCK.sub("blk.0.", name) for name in held}
+    name_map = _name_map(arch)
+    held = set(held)
     has_two_norms = arch == "falcon" and any(".post_attention_layernorm." in name for name in names)
 
     def source_of(stem: str, ending: str) -> str | None:
-        return name_map.get_name(f"{stem}.{ending}", (".weight", ".bias"))
+        stems = [stem, stem.replace("model.layers.", "backbone.layers.")]
+        if ".mixer." in stem:  # Nemotron-H
+            stems.append(stems[1].replace(".fc1", ".up_proj").replace(".fc2", ".down_proj"))
+            stems.append(stem.replace(".mixer.experts.", ".mlp.experts."))
+        found = (name_map.get_name(f"{each}.{ending}", (".weight", ".bias")) for each in stems)
+        return next(filter(None, found), None)
 
     def fused_source(stem: str, ending: str) -> str | None:
         on_demand = (f"blk.0.{source}.{ending}" for part, source in _FUSED_ON_DEMAND.items() if stem.endswith(part))
         return source_of(stem, ending) or next(on_demand, None)
 
     @functools.cache
-    def find(name: str) -> str:
+    def find(name: str, block: str) -> str:
         stem, _, ending = name.rpartition(".")
         before, _, part = stem.rpartition(".")
         if has_two_norms and part in _FALCON_NORMS:
             return f"blk.0.{_FALCON_NORMS[part]}.{ending}"
-        for whole, parts in _FUSED.items():
-            if part in parts and (fused := fused_source(f"{before}.{whole}", ending)) in held:
+        for whole, parts in _FUSED:
+            module, _, matrix = whole.rpartition(".")
+            if part not in parts or not before.endswith(module):
+                continue
+            fused = fused_source(f"{before}.{matrix}", ending) or ""
+            if _BLOCK.sub(block, fused) in held:
                 apart = [source_of(f"{before}.{other}", ending) for other in parts]
                 if apart[0] is None or fused not in apart:
-                    return str(fused)
-        source = _ALIASES.get(name) or source_of(stem, ending)
+                    return fused
+        source = _ALIASES.get(name) or source_of(stem, ending) or _OTHER_NORMS.get(name)
         if source is None:
             raise UnsupportedModelError(f"GGUF files of architecture {arch!r} have no tensor for {name!r}")
-        return source
+        bare = source.removesuffix(".weight")  # as some norms are called
+        return bare if _BLOCK.sub(block, bare) in held else source
 
     sources: dict[str, list[str]] = {}
     for name in names:
         layer = _LAYER.search(name)
-        source = find(_EXPERT.sub(".experts.", _LAYER.sub(".layers.0.", name)))
-        sources.setdefault(_BLOCK.sub(f"blk.{layer and layer[1]}.", source), []).append(name)
+        block = f"blk.{layer and layer[1]}."
+        source = find(_EXPERT.sub(".experts.", _LAYER.sub(".layers.0.", name)), block)
+        sources.setdefault(_BLOCK.sub(block, source), []).append(name)
     return sources
+
+
+def stored_names(arch: str, name: str, held: Container[str]) -> list[str]:
+    """What checkpoints call a network's tensor that the file has in their layout: the matrix of ``_WHOLE`` of which it
+    is a part, or the tensors of equal shapes of which it consists; else its own name.
+
+    ``held`` are the names of the file's tensors.
+    """
+    if (part := _LAYER_PART.match(name)) is None:
+        return [name]
+    before, after = part["before"], part["after"]
+    if arch == "kimi-linear" and part["part"] in _APART:
+        return [f"{before}{each}{after}" for each in _APART[part["part"]]]
+    if arch not in _GATED_DELTA or (whole := _WHOLE_OF.get(part["part"])) is None:
+        return [name]
+    source = _name_map(arch).get_name(f"model.layers.0.{whole}.weight", (".weight",)) or ""
+    is_held = whole == "self_attn.q_proj" or _BLOCK.sub(f"blk.{part['layer']}.", source) in held
+    return [f"{before}{whole}{after}" if is_held else name]
+
+
+def stored_shapes(names: Mapping[str, Sequence[str]], shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    """The shapes of all ``stored_names`` of a network's tensors; ``names`` are these, by the network's."""
+    stored: dict[str, tuple[int, ...]] = {}
+    for name, parts in names.items():
+        for part in parts:
+            shape = shapes[name]
+            if part in stored or len(parts) > 1:
+                shape = (stored.get(part, (0,))[0] + shape[0] // len(parts), *shape[1:])
+            stored[part] = shape
+    return stored
 
 
 def layouts(arch: str, config: ModelConfig) -> list[CheckpointEntry]:
     """Entries from the layout of GGUF files to that of transformers' checkpoints, under the network's names."""
+    decays = Transform(r"\.A_log$", _logarithm)
     if arch in _INTERLEAVED:
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-        return [Permute(rf"\.{name}\.", halve_pairs(count, config.head_dim)) for name, count in heads.items()]
+        return [
+            *(Permute(rf"\.{name}\.", halve_pairs(count, config.head_dim)) for name, count in heads.items()),
+            decays,
+        ]
     if arch.startswith("gemma") or arch == "nemotron":
         return [Transform(r"norm\.weight$", lambda weight: weight - 1)]
-    return []
+    if isinstance(config, Qwen3NextConfig):
+        delta = [] if arch == "qwen3next" else _untile(config.delta)
+        return [Transform(r"(?<!\.linear_attn\.)norm\.weight$", lambda weight: weight - 1), decays, *delta]
+    return [decays]
+
+
+def _logarithm(decay: np.ndarray) -> np.ndarray:
+    """A_log of -exp(A_log), which files have."""
+    if not (decay <= 0).all():
+        raise WeightError("the decays of a recurrence (ssm_a) must be negative")
+    with np.errstate(divide="ignore"):
+        return np.log(-decay)
+
+
+def _untile(shape: DeltaShape) -> list[CheckpointEntry]:
+    """The value heads of a gated delta network in groups of one key head, where files have the first of every group,
+    then the second, and so on.
+    """
+    keys, values = shape.key_heads, shape.value_heads
+
+    def order(dim: int, before: int = 0) -> Callable[[int], np.ndarray]:
+        heads = np.arange(values).reshape(-1, keys).T.reshape(-1, 1)
+        each = np.concatenate([np.arange(before), before + (heads * dim + np.arange(dim)).ravel()])
+
+        def check(size: int) -> np.ndarray:
+            if size != len(each):
+                raise ValueError
+            return each
+
+        return check
+
+    if keys == values:
+        return []
+    return [
+        Permute(r"\.in_proj_[vz]\.weight$", order(shape.value_dim)),
+        Permute(r"\.(in_proj_[ba]\.weight|A_log|dt_bias)$", order(1)),
+        Permute(r"\.conv1d\.weight$", order(shape.value_dim, 2 * keys * shape.key_dim)),
+        Permute(r"\.linear_attn\.out_proj\.weight$", order(shape.value_dim), columns=True),
+    ]
 
 
 class GGUFCheckpoint:
@@ -631,8 +778,11 @@ class GGUFCheckpoint:
             UnsupportedModelError: the file has a tensor that the network does not have, or of an unsupported type.
         """
         self.file = GGUFFile(path)
-        self._config, self._shapes = config, shapes
         self._arch = str(self.file.metadata.get("general.architecture"))
+        self._config = config
+        #: The names in the layout of the file, by the network's.
+        self._stored = {name: stored_names(self._arch, name, self.file.tensors) for name in shapes}
+        shapes = self._shapes = stored_shapes(self._stored, shapes)
         #: Shape, tensor in the file, and its consecutive rows (of one dimension: values).
         self._places: dict[str, tuple[tuple[int, ...], GGUFTensor, slice]] = {}
         #: Keys [H, R, N] and values [H, W, R] of latent attention, where they are two tensors.
@@ -642,7 +792,8 @@ class GGUFCheckpoint:
         if (layers := self._fields.layers(blocks, shapes)) and self._lacks_blocks(config.num_layers):
             raise WeightError(layers, file=path)
         # Layers for multi-token prediction follow the network's.
-        last = config.num_layers + getattr(config, "prediction_layers", 0)
+        extra = self.file.metadata.get(f"{self._arch}.nextn_predict_layers")
+        last = config.num_layers + (extra if isinstance(extra, int) else 0)
         unused = tuple(f"blk.{layer}." for layer in range(config.num_layers, last))
         self._unused = {
             name
@@ -688,11 +839,12 @@ class GGUFCheckpoint:
 
         With ``dtype`` None quantised matrices stay in their blocks and other tensors are float32.
         """
-        pairs: Pairs = ((name, self._read(name, dtype)) for name in self._shapes if name in names)
+        wanted = dict.fromkeys(each for name, stored in self._stored.items() if name in names for each in stored)
+        pairs: Pairs = ((name, self._read(name, dtype)) for name in wanted)
         for entry in layouts(self._arch, self._config):
             pairs = entry.apply(pairs, self._shapes)
         for name, tensor in pairs:
-            if isinstance(tensor, np.ndarray) and dtype is not None:
+            if isinstance(tensor, np.ndarray) and dtype is not None and not _RECURRENT.search(name):
                 tensor = rounded(tensor, dtype)
             yield name, transpose(tensor) if is_transposed(name, checkpoint_map) else tensor
 
@@ -700,7 +852,8 @@ class GGUFCheckpoint:
         return not any(name.startswith(f"blk.{layers - 1}.") for name in self.file.tensors)
 
     def _tensor(self, name: str, shape: tuple[int | None, ...], of: str = "") -> GGUFTensor:
-        """A tensor of this shape, but for dimensions of size 1, which files omit at times.
+        """A tensor of this shape, but for dimensions of size 1, which files omit at times; of as many values, if the
+        shape is a recurrence's vector.
 
         ``of``: the network's name of the tensor, if that is all of it.
         """
@@ -708,6 +861,8 @@ class GGUFCheckpoint:
         if tensor is None:
             raise WeightError(f"{self.file.path} has no tensor {name!r}")
         sizes, expected = ([size for size in sizes if size != 1] for sizes in (tensor.shape, shape))
+        if _RECURRENT.search(of) and len(shape) == 1:
+            sizes = [math.prod(tensor.shape)] if sizes else []
         if len(sizes) != len(expected) or any(b not in (None, a) for a, b in zip(sizes, expected, strict=True)):
             fits = tuple(size or 0 for size in shape)
             hint = self._fields.explain(of, tensor.shape, fits)
@@ -753,6 +908,8 @@ class GGUFCheckpoint:
             joined = np.concatenate([keys.transpose(0, 2, 1), values], axis=1)
             return joined.reshape(-1, joined.shape[2])
         shape, source, part = self._places[name]
+        if _RECURRENT.search(name):
+            return self._values(source).reshape(shape)
         if len(source.shape) == 1:
             return self._values(source).ravel()[part].reshape(shape)
         block, factors = GGML_QUANT_SIZES[source.type][0], self._factors(source, part)

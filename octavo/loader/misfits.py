@@ -27,9 +27,21 @@ _NAMES: dict[str, tuple[tuple[str, ...], str]] = {
     "max_position_embeddings": (("n_positions",), "context_length"),
     "type_vocab_size": ((), "type_vocab_size"),
     "id2label": (("num_labels",), "classifier.output_labels"),
+    "linear_num_key_heads": ((), "ssm.group_count"),
+    "linear_num_value_heads": ((), "ssm.time_step_rank"),
+    "linear_key_head_dim": ((), "ssm.state_size"),
+    "linear_value_head_dim": ((), "ssm.inner_size / ssm.time_step_rank"),
+    "mamba_n_heads": (("num_heads", "mamba_num_heads"), "ssm.time_step_rank"),
+    "mamba_d_head": (("head_dim", "mamba_head_dim"), "ssm.inner_size / ssm.time_step_rank"),
+    "mamba_n_groups": (("n_groups",), "ssm.group_count"),
+    "mamba_d_state": (("state_size", "ssm_state_size"), "ssm.state_size"),
+    "mamba_dt_rank": (("time_step_rank",), "ssm.time_step_rank"),
 }
 _QUERIES, _KEYS = ("num_attention_heads", "head_dim"), ("num_key_value_heads", "head_dim")
 _WIDTH, _INNER = ("hidden_size",), ("intermediate_size",)
+_DELTA_KEYS = ("linear_num_key_heads", "linear_key_head_dim")
+_DELTA_VALUES = ("linear_num_value_heads", "linear_value_head_dim")
+_SCANNED, _SCAN_KEYS = ("mamba_n_heads", "mamba_d_head"), ("mamba_n_groups", "mamba_d_state")
 #: Pattern in a tensor's name -> for each dimension, the fields whose product it is. The first that matches counts.
 _DIMENSIONS: tuple[tuple[re.Pattern[str], tuple[tuple[str, ...], ...]], ...] = tuple(
     (re.compile(pattern), fields)
@@ -38,6 +50,11 @@ _DIMENSIONS: tuple[tuple[re.Pattern[str], tuple[tuple[str, ...], ...]], ...] = t
         (r"\bembed_positions\.", (("max_position_embeddings",), _WIDTH)),
         (r"\bembed_types\.", (("type_vocab_size",), _WIDTH)),
         (r"\b(score|head)\.out\.", (("id2label",), _WIDTH)),
+        (r"\blinear_attn\.in_proj_[qk]\.", (_DELTA_KEYS, _WIDTH)),
+        (r"\blinear_attn\.in_proj_[vz]\.", (_DELTA_VALUES, _WIDTH)),
+        (r"\blinear_attn\.(in_proj_[ba]\.|A_log$|dt_bias$)", (("linear_num_value_heads",), _WIDTH)),
+        (r"\blinear_attn\.norm\.", (("linear_value_head_dim",),)),
+        (r"\blinear_attn\.out_proj\.", (_WIDTH, _DELTA_VALUES)),
         (r"\bq_proj\.", (_QUERIES, _WIDTH)),
         (r"\b[kv]_proj\.", (_KEYS, _WIDTH)),
         (r"\bo_proj\.", (_WIDTH, _QUERIES)),
@@ -46,6 +63,15 @@ _DIMENSIONS: tuple[tuple[re.Pattern[str], tuple[tuple[str, ...], ...]], ...] = t
         (r"\bexperts\.\d+\.down_proj\.", (_WIDTH, ("moe_intermediate_size",))),
         (r"\b(gate_proj|up_proj|fc1)\.", (_INNER, _WIDTH)),
         (r"\b(down_proj|fc2)\.", (_WIDTH, _INNER)),
+        (r"\bin_proj_[zx]\.", (_SCANNED, _WIDTH)),
+        (r"\bin_proj_[bc]\.", (_SCAN_KEYS, _WIDTH)),
+        (r"\bin_proj_dt\.", (("mamba_n_heads",), _WIDTH)),
+        (r"\bmamba\.norm\.|\bmixer\.norm\.", (_SCANNED,)),
+        (r"\bdt_proj\.", ((), ("mamba_dt_rank",))),
+        (r"\bdt_layernorm\.", (("mamba_dt_rank",),)),
+        (r"\b[bc]_layernorm\.", (("mamba_d_state",),)),
+        (r"\bA_log$", (("mamba_n_heads",), ("mamba_d_state",))),
+        (r"\b(D|dt_bias)$", (("mamba_n_heads",),)),
         (r"norm\w*\.(weight|bias)$", (_WIDTH,)),
     )
 )
@@ -107,6 +133,8 @@ class Fields:
         config: Any = self._config
         if tensor.startswith("encoder.") and hasattr(config, "encoder"):
             config = config.encoder
+        scan = getattr(config, "mamba2", None) or getattr(config, "mamba1", None)
+        delta = getattr(config, "delta", None)
         values = {
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,
@@ -118,6 +146,15 @@ class Fields:
             "max_position_embeddings": getattr(config, "position_rows", 0),
             "type_vocab_size": getattr(config, "type_rows", 0),
             "id2label": len(config.labels),
+            "linear_num_key_heads": getattr(delta, "key_heads", 0),
+            "linear_num_value_heads": getattr(delta, "value_heads", 0),
+            "linear_key_head_dim": getattr(delta, "key_dim", 0),
+            "linear_value_head_dim": getattr(delta, "value_dim", 0),
+            "mamba_n_heads": getattr(scan, "heads", 0),
+            "mamba_d_head": getattr(scan, "head_dim", 0),
+            "mamba_n_groups": getattr(scan, "groups", 0),
+            "mamba_d_state": getattr(scan, "state_size", 0),
+            "mamba_dt_rank": getattr(scan, "dt_rank", 0),
         }
         return values[field]
 

@@ -47,11 +47,18 @@ _DEEPSEEK_V3 = (
 _BLOOM = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
 
 
-def _by_case(digits: str, ending: str = "") -> str:
-    """Words that also end where a capital follows a small letter; ``ending`` may follow each word."""
-    upper, lower, before = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[^\r\n\p{L}\p{N}]?"
+def _by_case(digits: str, ending: str = "", *, without: str = "", after: str = r"\r\n/") -> str:
+    """Words that also end where a capital follows a small letter; ``ending`` may follow each word.
+
+    ``without``: characters that are no letters of words; ``after``: characters that may follow punctuation.
+    """
+    upper, lower = (
+        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]",
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]",
+    )
+    before = r"[^\r\n\p{L}\p{N}]?"
     words = f"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[{after}]*|{_SPACES}"
 
 
 def _characters(ranges: str) -> str:
@@ -107,15 +114,18 @@ _BY_DIGIT = PreTokenizer((r"\p{N}", _GPT2))
 _LLAMA = PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True)
 _O200K = PreTokenizer((_by_case(r"\p{N}{1,3}", _CONTRACTION + "?"),))
 _QWEN = PreTokenizer((_QWEN2,), composed=True)
+#: Chinese characters are words of their own.
+_KIMI = r"\p{Han}+|" + _by_case(r"\p{N}{1,3}", _CONTRACTION + "?", without=r"&&[^\p{Han}]", after=r"\r\n")
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "jais", "exaone4"), PreTokenizer()),
     **dict.fromkeys(("gpt-neox", "olmo", "mpt"), PreTokenizer(composed=True)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), _BY_DIGIT),
     "command-r": PreTokenizer(_BY_DIGIT.cuts, composed=True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _LLAMA),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA),
     **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizer((_LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _QWEN),
+    "kimi-k2": PreTokenizer((_KIMI,)),
     "qwen35": PreTokenizer((_QWEN35,), composed=True),
     "seed-coder": PreTokenizer((_SEED,)),
     "tekken": PreTokenizer((_by_case(r"\p{N}"),), ignore_merges=True, adds_bos=True),

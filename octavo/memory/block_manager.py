@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from octavo.config.kv_spec import GroupBlocks
-from octavo.core.errors import ConfigError
 from octavo.core.plan import TableChange
 from octavo.core.stats import GroupState, sum_groups
 from octavo.memory.block_pool import NO_BLOCK, held_blocks
@@ -59,10 +58,6 @@ class BlockManager:
             cuts_prompts: Whether prompts may be computed in chunks of any length (see ``max_chunk``).
         """
         sizes = [GroupBlocks(num_blocks, num_host_blocks)] if isinstance(num_blocks, int) else list(num_blocks)
-        if host_cache and len(sizes) > 1:
-            raise ConfigError(
-                f"host_prefix_cache=True works with one group of KV layers, but the model has {len(sizes)}"
-            )
         self.block_size = block_size
         self.groups: list[KVGroup] = []
         first = first_host = 0
@@ -82,6 +77,8 @@ class BlockManager:
             first, first_host = first + size.num_blocks, first_host + size.num_host_blocks
         self._first = self.groups[0] if self.groups else KVGroup(0, GroupBlocks(0), block_size)
         self._windowed = [group for group in self.groups if group.window is not None]
+        #: Blocks between two checkpoints of states; 1 without states.
+        self.checkpoint_blocks = max((group.ratio for group in self.groups), default=1)
         self._cuts_prompts = cuts_prompts
         self.prefixes = SequencePrefixes(self.groups, block_size, enabled=prefix_caching)
         self.pinned = PinnedPrefixes(self.groups, self.prefixes)
@@ -95,11 +92,13 @@ class BlockManager:
         """
         if not self._windowed:
             return BlocksNeeded(num_blocks)
+        # A fork begins blocks of its own, too.
+        most = [group.blocks_of(num_blocks, num_seqs + own_blocks) for group in self.groups]
         windows = (
-            num_blocks if group.window is None else min(num_blocks, group.until_full(num_seqs, seq_ids) + own_blocks)
-            for group in self.groups
+            whole if group.window is None else min(whole, group.until_full(num_seqs, seq_ids) + own_blocks)
+            for group, whole in zip(self.groups, most, strict=True)
         )
-        return BlocksNeeded(num_blocks, tuple(windows))
+        return BlocksNeeded(num_blocks, tuple(windows), num_seqs=num_seqs + own_blocks)
 
     def can_allocate(self, demand: BlocksNeeded, reserved: BlocksNeeded = _NOTHING, num_seqs: int = 1) -> AllocStatus:
         """Whether sequences can be admitted beside ``reserved`` blocks and the watermark.
@@ -110,6 +109,13 @@ class BlockManager:
             return AllocStatus.NEVER
         fit = all(group.has_room(demand + reserved, num_seqs, group.watermark_blocks) for group in self.groups)
         return AllocStatus.OK if fit else AllocStatus.LATER
+
+    def shortage(self, demand: BlocksNeeded, num_seqs: int) -> str:
+        """What sequences that can never be admitted need, and what there is of it, in words."""
+        short = next((group for group in self.groups if not group.could_hold(demand, num_seqs)), self._first)
+        if not short.has_states:
+            return f"{demand.blocks} KV cache blocks, but there are {self.pinned.capacity}"
+        return f"{short.needed(demand)} recurrent states at once, but the KV cache has {short.num_unpinned}"
 
     def fits(self, demand: BlocksNeeded, reserved: BlocksNeeded = _NOTHING, num_seqs: int = 1) -> bool:
         """``can_allocate`` without the watermark."""
@@ -333,8 +339,7 @@ class PinnedPrefixes:
         chain = self._prefixes.chain(token_ids, context)
         chain.extend(token_ids, -(-len(token_ids) // chain.block_size))  # with the last block, even if partly filled
         may_register = self._prefixes.may_register(seq_id)
-        step = max((group.block_size for group in self._groups), default=1)
-        full = len(token_ids) // step * step
+        full = len(token_ids) // chain.block_size * chain.block_size
         if not (may_register and all(group.can_pin(chain, seq_id, full) for group in self._groups)):
             return AllocStatus.LATER
         if name in self._blocks:

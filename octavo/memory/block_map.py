@@ -23,7 +23,7 @@ def block_maps(blocks: BlockManager, holders: Iterable[Holder]) -> list[BlockMap
             pool = tables.pool
             if pool.num_blocks or not on_host:
                 numbers = group.number, on_host, group.block_size, group.window, pool.first, pool.num_blocks
-                maps.append(_fill(BlockMap(*numbers, []), tables, holders))
+                maps.append(_fill(BlockMap(*numbers, [], has_states=group.has_states), tables, holders))
     return maps
 
 

@@ -142,6 +142,10 @@ class BlockPool:
     def least_recently_used(self) -> int:
         return self._cached.oldest
 
+    def cached(self) -> Iterator[int]:
+        """The cached blocks, least recently used first."""
+        return iter(self._cached)
+
     def touch(self, block: int) -> None:
         """Marks a block as used now, if it is cached."""
         if block in self._cached:
@@ -169,6 +173,12 @@ class BlockOrder:
 
     def __contains__(self, block: int) -> bool:
         return self._after[block] != _ABSENT
+
+    def __iter__(self) -> Iterator[int]:
+        block = self.oldest
+        while block != self._end:
+            yield block
+            block = self._after[block]
 
     @property
     def oldest(self) -> int:

@@ -14,6 +14,7 @@ from octavo.core.garbage import exclude_from_gc
 from octavo.core.plan import TableChange
 from octavo.core.stats import GroupState
 from octavo.memory.block_pool import NO_BLOCK, BlockPool, BlockTables, held_blocks, num_freed
+from octavo.memory.checkpoints import StateCache
 from octavo.memory.prefix_cache import PrefixCache, first_block_read
 
 if TYPE_CHECKING:
@@ -45,15 +46,16 @@ class BlocksNeeded:
     windows: tuple[int, ...] = ()
     #: By group, blocks that are needed in any case.
     exact: tuple[int, ...] = ()
+    #: Sequences that ``blocks`` are of, each of which may begin a block of states.
+    num_seqs: int = 0
 
     def __add__(self, other: BlocksNeeded) -> BlocksNeeded:
-        return BlocksNeeded(
-            self.blocks + other.blocks, _sums(self.windows, other.windows), _sums(self.exact, other.exact)
-        )
+        windows, exact = _sums(self.windows, other.windows), _sums(self.exact, other.exact)
+        return BlocksNeeded(self.blocks + other.blocks, windows, exact, self.num_seqs + other.num_seqs)
 
     def __sub__(self, other: BlocksNeeded) -> BlocksNeeded:
         windows, exact = (tuple(-count for count in counts) for counts in (other.windows, other.exact))
-        return self + BlocksNeeded(-other.blocks, windows, exact)
+        return self + BlocksNeeded(-other.blocks, windows, exact, -other.num_seqs)
 
 
 def _sums(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
@@ -68,8 +70,10 @@ class KVGroup:
 
     A group of recurrent states has larger blocks, a multiple of the others. A block is the state after its last token
     that is computed: the next token reads it and writes the next state there or, if the block is full, into a new one.
-    So a full block is a checkpoint, which the prefix cache keeps under the content before it, and the group is one with
-    a window of two tokens. It differs in that a state cannot be cut back to fewer tokens.
+    So the group is one with a window of two tokens. It differs in that a state cannot be cut back to fewer tokens: the
+    prefix cache keeps full blocks, and the last blocks of prompts and answers, as checkpoints (``StateCache``). Only
+    draft tokens may be rejected, which a block has beside its state (``Kernels``): tokens of a block that were not
+    drafts are computed for good.
 
     Invariants: a sequence has its table on the device or on the host, not both. The block that its next token is
     written into is in one table only and not in the prefix cache. Tables, pins and pending moves hold references.
@@ -102,9 +106,10 @@ class KVGroup:
         self.device = BlockPool(blocks.num_blocks, first_block)
         self.host = BlockPool(blocks.num_host_blocks, first_host_block)
         self.moves = PendingMoves(self.device, self.host)
-        self.cache = PrefixCache(
-            self.device, self.host, self.moves, self.window, self.ratio, self.has_states, host_cache=host_cache
-        )
+        pools = self.device, self.host, self.moves
+        #: The prefix cache of a group with states.
+        self.checkpoints = StateCache(*pools, self.block_size, host_cache=host_cache) if self.has_states else None
+        self.cache: PrefixCache = self.checkpoints or PrefixCache(*pools, self.window, host_cache=host_cache)
         self.on_device, self.on_host = BlockTables(self.device), BlockTables(self.host)
         self.tables = self.on_device.by_id
         self._max_num_batched_tokens, self._cuts_prompts = max_num_batched_tokens, cuts_prompts
@@ -112,7 +117,7 @@ class KVGroup:
     def state(self) -> GroupState:
         device = self.device
         counts = device.num_used, device.num_cached, device.num_free, device.num_pinned, self.host.num_used
-        return GroupState(self.window, *counts)
+        return GroupState(self.window, *counts, has_states=self.has_states)
 
     @property
     def max_window_seqs(self) -> int:
@@ -134,9 +139,13 @@ class KVGroup:
         """Blocks that ``num_seqs`` sequences may still need to fill their windows; ``seq_ids`` may hold blocks."""
         return num_seqs * self.window_blocks - sum(min(self.num_held(seq_id), self.window_blocks) for seq_id in seq_ids)
 
+    def blocks_of(self, num_blocks: int, num_seqs: int) -> int:
+        """At most so many blocks have the tokens of ``num_blocks`` blocks without states, of ``num_seqs`` sequences."""
+        return min(num_blocks, (num_blocks + num_seqs * (self.ratio - 1)) // self.ratio)
+
     def needed(self, demand: BlocksNeeded) -> int:
         """Blocks of this group: those of all tokens, or if that is less, of windows and a chunk."""
-        needed = demand.blocks
+        needed = self.blocks_of(demand.blocks, max(1, demand.num_seqs))
         if demand.windows and self.window is not None:
             windows = demand.windows[self.number]
             needed = min(needed, windows + self.chunk_blocks(windows))
@@ -269,8 +278,7 @@ class KVGroup:
     def can_pin(self, chain: PrefixChain, seq_id: int, full: int) -> bool:
         """Whether the sequence still has the blocks to pin, or the prefix cache has those outside its window."""
         table = self.tables[seq_id]
-        find, digest = self.cache.on_device.find, self.cache.digest
-        return all(table[i] != NO_BLOCK or find(digest(chain, i)) for i in self._pinned(chain, full))
+        return self.has_states or all(self.cache.can_pin(chain, i, table[i]) for i in self._pinned(chain, full))
 
     def pin(self, chain: PrefixChain, seq_id: int, token_ids: list[int], full: int) -> list[int]:
         """Pins in the prefix cache the blocks that a token after these reads; returns them.
@@ -278,14 +286,15 @@ class KVGroup:
         A look-up matches the first ``full`` tokens in full blocks of every group, and then the block after them.
         """
         table, size = self.tables[seq_id], self.block_size
+        if self.checkpoints is not None:
+            return [self.checkpoints.pin_state(chain, token_ids, table[-1])]
         return [
             self.cache.pin(chain, index, table[index], chain.content(token_ids, index * size, index * size + size))
             for index in self._pinned(chain, full)
         ]
 
     def _pinned(self, chain: PrefixChain, full: int) -> range:
-        end = full // self.block_size if self.has_states else len(chain)  # a state is no use before its last token
-        return range(first_block_read(full, self.window, self.block_size), end)
+        return range(first_block_read(full, self.window, self.block_size), len(chain))
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
         blocks = self.on_device.distinct_blocks(seq_ids)

@@ -21,6 +21,7 @@ from octavo.core.garbage import exclude_from_gc
 from octavo.memory.block_pool import NO_BLOCK, BlockPool, OutOfBlocksError
 
 if TYPE_CHECKING:
+    from octavo.memory.checkpoints import Checkpoint, StateCache
     from octavo.memory.kv_group import KVGroup, PendingMoves
 
 
@@ -35,6 +36,16 @@ class _Registration(msgspec.Struct, gc=False):
 
     chain: PrefixChain
     count: int
+    #: By number of a KV group with states: the last checkpoint of the sequence.
+    checkpoints: dict[int, Checkpoint] = {}
+    #: Whether the end of its prompt is registered: later checkpoints are those of its answer.
+    in_answer: bool = False
+
+    def add_checkpoint(self, group: int, states: StateCache, block: int, token_ids: list[int], position: int) -> None:
+        last = self.checkpoints.get(group)
+        added = states.add_checkpoint(self.chain, token_ids, position, block, last, self.in_answer)
+        if last is None or last.position <= position:
+            self.checkpoints[group] = added
 
 
 class SequencePrefixes:
@@ -47,6 +58,8 @@ class SequencePrefixes:
     def __init__(self, groups: Sequence[KVGroup], block_size: int, *, enabled: bool) -> None:
         self._groups, self._block_size = groups, block_size
         self.enabled = enabled and bool(groups)  # an encoder has no KV groups
+        #: Whether ``register_end`` adds anything: the model has recurrent states.
+        self.keeps_ends = self.enabled and any(group.checkpoints for group in groups)
         self._registrations: dict[int, _Registration] = {}
         #: Tokens of all sequences passed to ``adopt``, and the cached ones among them.
         self.cached_queries = self.cached_hits = 0
@@ -69,6 +82,18 @@ class SequencePrefixes:
             token_ids = token_ids[: 1 + shared * self._block_size]
         return find_match([group.cache for group in self._groups], token_ids, chain)
 
+    def branch(self, match: PrefixMatch) -> int:
+        """Where a checkpoint would have made a match longer, and computing up to there again costs more than a step.
+
+        0: nowhere. The last checkpoint before it is that of the match, or one that its sequence will leave.
+        """
+        sizes = [group.block_size for group in self._groups if group.checkpoints is not None]
+        end = match.num_without_states
+        if not sizes or not self.keeps_ends:
+            return 0
+        before = max(match.num_tokens, end - end % max(sizes))
+        return end if end - before > max(sizes) // 8 else 0
+
     def cost(self, match: PrefixMatch, released: Mapping[int, int] = NO_REFERENCES) -> int:
         """Available blocks that ``adopt`` would use, in the group where it uses the most (``PrefixCache.cost``)."""
         costs = (group.cache.cost(hits, released) for group, hits in zip(self._groups, match.hits, strict=True))
@@ -83,12 +108,15 @@ class SequencePrefixes:
             return
         for group, hits in zip(self._groups, match.hits, strict=True):
             check_room(group.device, group.cache.cost(hits))
+        registration = _Registration(match.chain.first(len(match.chain)), match.num_full)
         if match.num_tokens:
             for group, hits in zip(self._groups, match.hits, strict=True):
-                group.new_table(seq_id).extend(group.cache.take(hits, match.num_full))
+                if group.checkpoints is not None:
+                    registration.checkpoints[group.number] = group.checkpoints.use(hits[-1])
+                group.new_table(seq_id).extend(group.cache.take(hits, match.num_tokens // group.block_size))
         self.cached_queries += match.num_queried
         self.cached_hits += match.num_tokens
-        self._registrations[seq_id] = _Registration(match.chain.first(len(match.chain)), match.num_full)
+        self._registrations[seq_id] = registration
 
     def register(
         self,
@@ -106,10 +134,7 @@ class SequencePrefixes:
         num_full = num_computed // self._block_size
         if not (self.enabled and num_full and seq_id in self._groups[0].tables):
             return
-        registration = self._registrations.get(seq_id)
-        if registration is None:
-            chain = PrefixChain(context, self._block_size, features)
-            registration = self._registrations[seq_id] = _Registration(chain, 0)
+        registration = self._registration(seq_id, context, features)
         chain, size = registration.chain, self._block_size
         for index in range(registration.count, num_full):
             content = chain.content(token_ids, index * size, index * size + size)
@@ -118,11 +143,62 @@ class SequencePrefixes:
             for group in self._groups:
                 own, rest = divmod(index + 1, group.ratio)
                 if rest:
-                    continue  # within the tokens of a state's checkpoint
+                    continue  # within the tokens of a block of states
                 block = group.tables[seq_id][own - 1]
-                if block != NO_BLOCK:  # else it is freed already
-                    group.cache.add(chain, own - 1, block, content)
+                if block == NO_BLOCK:
+                    continue  # it is freed already
+                if group.checkpoints is not None:
+                    registration.add_checkpoint(group.number, group.checkpoints, block, token_ids, index * size + size)
+                else:
+                    group.cache.add(chain, index, block, content)
             registration.count = index + 1
+
+    def register_end(
+        self,
+        seq_id: int,
+        token_ids: list[int],
+        num_computed: int,
+        context: str | bytes,
+        features: Sequence[FeatureSpan] = (),
+        *,
+        of_prompt: bool = False,
+    ) -> bool:
+        """``register``, and the last block of each group even if it is partly filled, if the model has states.
+
+        So the whole prefix is found by a prompt that goes on from it: a state cannot be cut back to a full block. The
+        sequence may have computed no more tokens than these; it writes its next one into copies, by ``grow``. Steps in
+        flight may still compute them: if one fails, the cache must be reset.
+
+        Args:
+            of_prompt: Whether these tokens are the prompt, and all that follows is its answer.
+
+        Returns:
+            Whether anything was registered.
+        """
+        if not (self.keeps_ends and 0 < num_computed <= len(token_ids) and seq_id in self._groups[0].tables):
+            return False
+        if not self.may_register(seq_id):
+            return False
+        self.register(seq_id, token_ids, num_computed, context, features)
+        registration = self._registration(seq_id, context, features)
+        chain, start = registration.chain, num_computed - num_computed % self._block_size
+        for group in self._groups:
+            block = group.tables[seq_id][(num_computed - 1) // group.block_size]
+            if group.checkpoints is not None:
+                registration.add_checkpoint(group.number, group.checkpoints, block, token_ids, num_computed)
+            elif start < num_computed:
+                names = chain.digest(token_ids, num_computed), chain.digest(token_ids, start)
+                content = chain.content(token_ids, start, num_computed)
+                group.cache.on_device.add(KnownBlock(group.device, block, *names, content))
+        registration.in_answer = registration.in_answer or of_prompt
+        return True
+
+    def _registration(self, seq_id: int, context: str | bytes, features: Sequence[FeatureSpan]) -> _Registration:
+        registration = self._registrations.get(seq_id)
+        if registration is None:
+            chain = PrefixChain(context, self._block_size, features)
+            registration = self._registrations[seq_id] = _Registration(chain, 0)
+        return registration
 
     def num_registered(self, seq_id: int) -> int:
         registration = self._registrations.get(seq_id)
@@ -136,8 +212,9 @@ class SequencePrefixes:
         """The child shares the first ``num_blocks`` blocks, and may continue with other tokens."""
         registration = self._registrations.get(parent_id)
         if registration is not None and self.may_register(parent_id):
-            count = min(registration.count, num_blocks)
-            registration = _Registration(registration.chain.first(count), count)
+            count, end = min(registration.count, num_blocks), num_blocks * self._block_size
+            checkpoints = {n: c for n, c in registration.checkpoints.items() if c.position <= end}
+            registration = _Registration(registration.chain.first(count), count, checkpoints, registration.in_answer)
         if registration is not None:
             self._registrations[child_id] = registration
 
@@ -169,6 +246,8 @@ class PrefixMatch:
     hits: list[list[KnownBlock | None]]
     num_full: int
     chain: PrefixChain
+    #: Tokens cached in the groups without states, ``num_tokens`` or more; that number without such groups.
+    num_without_states: int = 0
 
     @property
     def num_pinned(self) -> int:
@@ -179,25 +258,50 @@ class PrefixMatch:
 
 def find_match(caches: Sequence[PrefixCache], token_ids: list[int], chain: PrefixChain) -> PrefixMatch:
     """The longest prefix of ``token_ids``, without the last token, that is cached in all groups."""
-    size, usable = chain.block_size, len(token_ids) - 1
-    hits = [caches[0].find_prefix(chain, min(usable // size, len(chain)))]
-    end = len(hits[0]) * caches[0].ratio
-    while len(caches) > 1:  # a shorter prefix has other blocks in its window
-        hits = [cache.find_prefix(chain, end) for cache in caches]
-        shortest = min(len(found) * cache.ratio for found, cache in zip(hits, caches, strict=True))
+    end = len(token_ids) - 1
+    hits, count = _find_blocks(caches, token_ids, chain, end)
+    num_without_states = count
+    while True:  # a shorter prefix has other blocks in its windows, and may lack the block that has its last tokens
+        end = count
+        for group in caches:
+            end = group.last_state(token_ids, chain, end)
+        if end == count:
+            break
+        hits, count = _find_blocks(caches, token_ids, chain, end)
+    for group_hits, group in zip(hits, caches, strict=True):
+        group_hits += group.state_at(token_ids, chain, end)
+    if all(cache.has_states for cache in caches):
+        num_without_states = end
+    return PrefixMatch(end, len(token_ids), hits, end // chain.block_size, chain, num_without_states)
+
+
+def _find_blocks(
+    caches: Sequence[PrefixCache], token_ids: list[int], chain: PrefixChain, usable: int
+) -> tuple[list[list[KnownBlock | None]], int]:
+    """The longest prefix of at most ``usable`` tokens in the groups without states: hits of all groups, its tokens."""
+    size = chain.block_size
+    hits: list[list[KnownBlock | None]] = [[] for _ in caches]
+    numbers = [number for number, cache in enumerate(caches) if not cache.has_states]
+    if not numbers:
+        return hits, usable
+    first = caches[numbers[0]]
+    hits[numbers[0]] = first.find_prefix(chain, min(usable // size, len(chain)))
+    end = len(hits[numbers[0]])
+    while len(numbers) > 1:  # a shorter prefix has other blocks in its window
+        for number in numbers:
+            hits[number] = caches[number].find_prefix(chain, end)
+        shortest = min(len(hits[number]) for number in numbers)
         if shortest == end:
             break
         end = shortest
     start = end * size
-    if any(cache.has_states for cache in caches):  # there is no state in the middle of a block
-        return PrefixMatch(start, len(token_ids), hits, end, chain)
     content = positions(chain.content(token_ids, start, min(start + size, usable)))
-    others = caches[1:]
-    partial, count = caches[0].find_partial(chain, end, content, lambda d: all(cache.find(d) for cache in others))
+    others = [caches[number] for number in numbers[1:]]
+    partial, count = first.find_partial(chain, end, content, lambda d: all(cache.find(d) for cache in others))
     if partial is not None:
-        for group_hits, cache in zip(hits, caches, strict=True):
-            group_hits.append(cache.find(partial.digest))
-    return PrefixMatch(start + count, len(token_ids), hits, end, chain)
+        for number in numbers:
+            hits[number].append(caches[number].find(partial.digest))
+    return hits, start + count
 
 
 #: Evicted blocks in ``PrefixCache.last_evicted``.
@@ -213,22 +317,16 @@ class PrefixCache:
     """Owns the cached content of one KV group's blocks, and allocates its blocks, evicting content where needed.
 
     Content evicted on the device may move to a spare host block, where it is still matched. Only full blocks and the
-    ends of shared prefixes are cached. A digest names the same tokens in all groups.
+    ends of shared prefixes are cached; with recurrent states beside them, those of prompts and answers, too. A digest
+    names the same tokens in all groups.
     """
 
+    #: Whether blocks are recurrent states (``StateCache``).
+    has_states = False
+
     def __init__(
-        self,
-        device: BlockPool,
-        host: BlockPool,
-        moves: PendingMoves,
-        window: int | None,
-        ratio: int = 1,
-        has_states: bool = False,
-        *,
-        host_cache: bool,
+        self, device: BlockPool, host: BlockPool, moves: PendingMoves, window: int | None, *, host_cache: bool
     ) -> None:
-        """``ratio`` and ``has_states`` as in ``KVGroup``."""
-        self.ratio, self.has_states = ratio, has_states
         self._device, self._host, self._moves = device, host, moves
         self._window, self._host_cache = window, host_cache
         #: Cached content on the device; a block that it forgets may be written.
@@ -242,9 +340,7 @@ class PrefixCache:
         """Allocates device blocks: free ones first, then the least recently used cached ones."""
         check_room(self._device, count)
         for _ in range(count - self._device.num_free):
-            # A window reads the end of a chain, so there the descendants of a block are not evicted before it.
-            windowed = self._window is not None
-            evicted = self.on_device.forget(self._device.least_recently_used()) if windowed else self.on_device.evict()
+            evicted = self._evict()
             self.num_evicted += 1
             self.last_evicted.append(evicted.block)
             if not self._host_cache:
@@ -259,36 +355,58 @@ class PrefixCache:
                 self._host.release(taken)
         return self._device.allocate(count)
 
+    def _evict(self) -> KnownBlock:
+        # A window reads the end of a chain, so there the descendants of a block are not evicted before it.
+        windowed = self._window is not None
+        return self.on_device.forget(self._device.least_recently_used()) if windowed else self.on_device.evict()
+
+    def _evict_on_host(self) -> KnownBlock:
+        return self._on_host.evict()
+
     def allocate_on_host(self, count: int) -> list[int]:
         """``allocate`` on the host; content evicted there is lost."""
         check_room(self._host, count)
         for _ in range(count - self._host.num_free):
-            self._on_host.evict()
+            self._evict_on_host()
         return self._host.allocate(count)
 
     def add(self, chain: PrefixChain, index: int, block: int, content: Content) -> None:
         """Adds a computed block as block ``index`` of the chain, unless its content is cached already."""
-        digest, parent = self.digest(chain, index), self.digest(chain, index - 1)
-        self.on_device.add(KnownBlock(self._device, block, digest, parent, content))
+        self.on_device.add(KnownBlock(self._device, block, *self._names(chain, index), content))
 
-    def digest(self, chain: PrefixChain, index: int) -> bytes:
-        """The digest of the content up to the end of block ``index`` of this group."""
-        return chain.digests[(index + 1) * self.ratio]
+    def _names(self, chain: PrefixChain, index: int) -> tuple[bytes, bytes]:
+        return chain.digests[index + 1], chain.digests[index]
+
+    def can_pin(self, chain: PrefixChain, index: int, block: int) -> bool:
+        """Whether a sequence still has this block, or the cache does."""
+        return block != NO_BLOCK or self.on_device.find(chain.digests[index + 1]) is not None
 
     def pin(self, chain: PrefixChain, index: int, block: int, content: Content) -> int:
+        """Adds a computed block, or ``NO_BLOCK``, as block ``index`` of the chain and pins it; see ``pin_block``."""
+        return self.pin_block(KnownBlock(self._device, block, *self._names(chain, index), content))
+
+    def pin_block(self, entry: KnownBlock) -> int:
         """Adds a computed block and pins it; returns the pinned block.
 
         That is another one with this content if it is pinned already, or if ``block`` is ``NO_BLOCK``; otherwise an
         unpinned one gives way, as a step in flight may still have to move its content there.
         """
-        cached = self.on_device.find(self.digest(chain, index))
+        block, cached = entry.block, self.on_device.find(entry.digest)
         if cached is not None and (block == NO_BLOCK or self._device.is_pinned(cached.block)):
             block = cached.block
         elif cached is not None and cached.block != block:
             self.on_device.forget(cached.block)
-        self.add(chain, index, block, content)
+        self.on_device.add(entry)
         self.on_device.pin(block)
         return block
+
+    def last_state(self, token_ids: list[int], chain: PrefixChain, limit: int) -> int:
+        """The longest prefix of at most ``limit`` tokens that has its state, if this group has states."""
+        return limit
+
+    def state_at(self, token_ids: list[int], chain: PrefixChain, end: int) -> list[KnownBlock | None]:
+        """The hits of a group with states for a prefix that ``last_state`` has found."""
+        return []
 
     def clear(self) -> None:
         self.on_device.clear()
@@ -314,12 +432,12 @@ class PrefixCache:
         return hits
 
     def _find_window(self, chain: PrefixChain, max_blocks: int) -> list[KnownBlock | None]:
-        end = index = max_blocks // self.ratio
-        size = chain.block_size * self.ratio
+        end = index = max_blocks
+        size = chain.block_size
         hits: list[KnownBlock | None] = []  # last first
         while index > first_block_read(end * size, self._window, size):
             index -= 1
-            hit = self.find(self.digest(chain, index))
+            hit = self.find(chain.digests[index + 1])
             if hit is not None:
                 hits.append(hit)
             else:  # every prefix that ends after this block, up to ``end``, would read it
@@ -423,6 +541,16 @@ class ContentIndex:
 
     def find(self, digest: bytes) -> KnownBlock | None:
         return self._by_digest[digest[0]].get(digest)
+
+    def has_children(self, digest: bytes) -> bool:
+        return digest in self._newest_child[digest[0]]
+
+    def entries(self) -> Iterator[KnownBlock]:
+        return (entry for entry in self._by_block if entry is not None)
+
+    def at(self, block: int) -> KnownBlock:
+        """The entry of a block that the pool keeps."""
+        return self._entry(block)
 
     def add(self, entry: KnownBlock) -> None:
         """Adds a used block, unless its digest or the block itself is in the index already."""
@@ -574,10 +702,19 @@ class PrefixChain:
         digests = self.digests
         if not isinstance(content, bytes):
             start = (len(digests) - 1) * self.block_size
-            content = _packed(token_ids[start : start + self.block_size])
-            for f in self._overlapping(start, start + self.block_size):  # unambiguous: each with its lengths
-                content += array("q", (f.offset - start, f.length, len(f.key))).tobytes() + f.key
+            content = self._named(token_ids, start, start + self.block_size)
         digests.append(_digest(digests[-1] + content))
+
+    def digest(self, token_ids: list[int], end: int) -> bytes:
+        """The digest of the first ``end`` tokens, all of whose full blocks have theirs."""
+        full, rest = divmod(end, self.block_size)
+        return _digest(self.digests[full] + self._named(token_ids, end - rest, end)) if rest else self.digests[full]
+
+    def _named(self, token_ids: list[int], start: int, stop: int) -> bytes:
+        content = _packed(token_ids[start:stop])
+        for f in self._overlapping(start, stop):  # unambiguous: each with its lengths
+            content += array("q", (f.offset - start, f.length, len(f.key))).tobytes() + f.key
+        return content
 
     def first(self, num_blocks: int) -> PrefixChain:
         """A copy with at most the first ``num_blocks`` blocks."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from octavo.core.errors import WeightError
-from octavo.kernels.weight_rows import QuantizedRows, to_values
+from octavo.kernels.weight_rows import GGUFRows, QuantizedRows, to_values
 
 Tensor = np.ndarray | QuantizedRows
 Pairs = Iterable[tuple[str, Tensor]]
@@ -248,13 +248,19 @@ class Permute:
 
     pattern: str
     order: Callable[[int], np.ndarray]
+    #: Whether columns are reordered instead.
+    columns: bool = False
 
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
             if re.search(self.pattern, name):
                 with suppress(ValueError):
-                    order = self.order(tensor.shape[0])
-                    if isinstance(tensor, QuantizedRows):
+                    order = self.order(tensor.shape[-1 if self.columns else 0])
+                    if isinstance(tensor, GGUFRows) and self.columns:
+                        tensor = tensor.reorder_columns(order)
+                    elif self.columns:
+                        tensor = to_values(tensor)[..., order]
+                    elif isinstance(tensor, QuantizedRows):
                         tensor = tensor.reorder(order)
                     elif has_values(tensor):
                         tensor = tensor[order]

@@ -7,12 +7,13 @@ model.norm, lm_head); ``checkpoint_map`` maps those of other families.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
+from octavo.config.kv_spec import KVSpec
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
@@ -31,8 +32,30 @@ FeedForward = MLP | GatedMLP | XieluMLP | SparseMoE
 Mixer = Attention | LatentAttention | StateLayer
 
 
-class DecoderLayer(Layer, ABC):
+class ResidualLayer(Layer, ABC):
+    """A layer of a decoder, with any number of caches."""
+
+    @property
+    @abstractmethod
+    def kv_specs(self) -> list[KVSpec]:
+        """Of its caches."""
+
+    @abstractmethod
+    def forward(self, residual: Array, caches: Iterator[LayerCache], batch: ForwardBatch) -> Array:
+        """The residual stream after this layer, float32 [T, E]; takes its own caches. The input may be overwritten."""
+
+
+class DecoderLayer(ResidualLayer):
+    """A layer with one cache, of attention or of what stands in its place."""
+
     attention: Mixer
+
+    @property
+    def kv_specs(self) -> list[KVSpec]:
+        return [self.attention.kv_spec]
+
+    def forward(self, residual: Array, caches: Iterator[LayerCache], batch: ForwardBatch) -> Array:
+        return self(residual, next(caches), batch)
 
     @abstractmethod
     def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
@@ -61,6 +84,18 @@ class PreNormLayer(DecoderLayer):
         x = residual if self.attention_norm is None else self.attention_norm(residual)
         residual = self.attention.add_to(residual, x, cache, batch)
         return self.mlp.add_to(residual, self.mlp_norm(residual))
+
+
+class SingleMixerLayer(DecoderLayer):
+    """x + mixer(norm(x)), and no feed-forward network."""
+
+    def __init__(self, mixer: Mixer, norm: RMSNorm) -> None:
+        super().__init__()
+        self.norm = self.attach("norm", norm)
+        self.attention = self.attach("mixer", mixer)
+
+    def __call__(self, residual: Array, cache: LayerCache, batch: ForwardBatch) -> Array:
+        return self.attention.add_to(residual, self.norm(residual), cache, batch)
 
 
 class SandwichNormLayer(DecoderLayer):
@@ -145,7 +180,7 @@ class Decoder(Network):
         if self.is_first or (self.is_last and tied):
             self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, width))
         self.layers = [self.attach(f"model.layers.{i}", self.make_layer(i, config, context)) for i in stage]
-        self.kv_specs = [layer.attention.kv_spec for layer in self.layers]
+        self.kv_specs = [spec for layer in self.layers for spec in layer.kv_specs]
         if config.is_encoder:
             refuse_stages(config, context)
             self.workspace, self.kv_specs = replace(self.kv_specs[0], kind="full", window=None), []
@@ -162,7 +197,7 @@ class Decoder(Network):
                 self.classifier = self.attach("score", self.make_classifier(config, context))
 
     @abstractmethod
-    def make_layer(self, index: int, config: Any, context: LayerContext) -> DecoderLayer:
+    def make_layer(self, index: int, config: Any, context: LayerContext) -> ResidualLayer:
         """Layer ``index`` of the network; ``config`` is the family's."""
 
     @abstractmethod
@@ -197,10 +232,11 @@ class Decoder(Network):
             residual = self.embed_positions.add_to(residual, batch.positions)
         if self.embed_norm is not None:
             residual = self.embed_norm.float32(residual)
-        for index, layer, cache in zip(self._stage, self.layers, kv_caches, strict=True):
+        caches = iter(kv_caches)
+        for index, layer in zip(self._stage, self.layers, strict=True):
             if reader is not None:
                 reader.read(index, residual)
-            residual = layer(residual, cache, batch)
+            residual = layer.forward(residual, caches, batch)
         if reader is not None:
             reader.read(self._stage.stop, residual)
         return self.norm(residual) if self.is_last and self.norm is not None else residual

@@ -24,7 +24,14 @@ from octavo.models.config_files import (
     rotary_fields,
     shape_fields,
 )
-from octavo.models.decoder import Decoder, DecoderLayer, FeedForward, PreNormLayer, SandwichNormLayer, make_feed_forward
+from octavo.models.decoder import (
+    Decoder,
+    FeedForward,
+    PreNormLayer,
+    ResidualLayer,
+    SandwichNormLayer,
+    make_feed_forward,
+)
 from octavo.models.registry import find_base
 
 
@@ -78,7 +85,7 @@ class DenseForCausalLM(Decoder):
         names = self.families[find_base(config.architecture) or ""].names
         self.checkpoint_map = (*common, *names, *(halves(config) if config.interleaved else ()))
 
-    def make_layer(self, index: int, config: DenseConfig, context: LayerContext) -> DecoderLayer:
+    def make_layer(self, index: int, config: DenseConfig, context: LayerContext) -> ResidualLayer:
         attention, mlp = self.make_attention(index, config, context), self.make_mlp(index, config, context)
         if config.placement == "before":
             return PreNormLayer(attention, mlp, [self.make_norm(config, context) for _ in range(2)])

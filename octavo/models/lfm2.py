@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
@@ -15,13 +14,12 @@ from octavo.layers.states import ShortConv
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename, Split, Unstack
 from octavo.models.config_files import ConfigReader, longest_context, read_rope, shape_fields
 from octavo.models.decoder import Decoder, DecoderLayer, FeedForward, PreNormLayer
+from octavo.models.hybrid import HybridConfig, read_layer_types
 from octavo.models.llama import make_mlp
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lfm2Config(ModelConfig):
-    #: For each layer, whether it has attention; others have a convolution.
-    attends: tuple[bool, ...]
+class Lfm2Config(HybridConfig):
     #: Inputs of a convolution, with a token's own.
     conv_taps: int
     conv_bias: bool
@@ -132,12 +130,8 @@ def _inner_size(reader: ConfigReader) -> int:
 
 
 def _attends(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
-    kinds: Any = reader.raw.get("layer_types")
+    kinds = read_layer_types(reader, layers, "conv", "full_attention")
     if kinds is None:
         indices = reader.raw.get("full_attn_idxs")
         return tuple(indices is None or index in indices for index in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= {"conv", "full_attention"}:
-        raise ConfigError(
-            f"{reader.file}: layer_types must be a list of {layers} 'conv' or 'full_attention', not {kinds!r}"
-        )
     return tuple(kind == "full_attention" for kind in kinds)

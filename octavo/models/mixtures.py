@@ -452,7 +452,7 @@ class Flatten:
 
 
 #: What families call the parts of their mixtures, and the forms of stacked experts.
-_NAMES: tuple[CheckpointEntry, ...] = (
+MIXTURE_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"\.(block_sparse_moe|feed_forward)\.", ".mlp."),
     Rename(r"\.mlp\.router\.(layer\.)?", ".mlp.gate."),
     Rename(r"\.mlp\.gate\.wg\.", ".mlp.gate."),
@@ -493,7 +493,7 @@ class MixtureForCausalLM(DenseForCausalLM):
     def __init__(self, config: MixtureConfig, context: LayerContext) -> None:
         super().__init__(config, context)
         experts = stacked_experts(transposed=self.transposed_experts)
-        self.checkpoint_map = (*_NAMES, *experts, *self.checkpoint_map, *without_prediction(config))
+        self.checkpoint_map = (*MIXTURE_NAMES, *experts, *self.checkpoint_map, *without_prediction(config))
 
     def make_mlp(self, index: int, config: DenseConfig, context: LayerContext) -> FeedForward:
         assert isinstance(config, MixtureConfig)

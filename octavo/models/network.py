@@ -39,7 +39,7 @@ class Network(Layer, ABC):
     head_map: tuple[CheckpointEntry, ...] = ()
     #: Comes before both: the tensors of a base model may lack a prefix of the language model's, such as ``model.``.
     base_map: tuple[CheckpointEntry, ...] = ()
-    #: The KV entries of each layer of this stage, on this rank.
+    #: The caches of the layers of this stage, in order, on this rank. Most layers have one.
     kv_specs: list[KVSpec]
     #: The KV cache that an encoder's layers share for the tokens of one step. Without a decoder ``kv_specs`` are empty,
     #: and ``forward_layers`` gets this cache for each layer; else ``encode`` gets it.
@@ -261,12 +261,33 @@ def build_rank_without_weights(config: ModelConfig, context: LayerContext) -> Ne
     return make_network(config, replace(context, kernels=_NO_MEMORY, positions=0))
 
 
+def caches_of_stage(config: ModelConfig, context: LayerContext) -> range:
+    """The caches of this stage's layers, counted through all stages; not every layer has one."""
+    first = context.layers_of(config.num_layers).start
+
+    def count(layers: range) -> int:
+        return len(build_rank_without_weights(config, replace(context, layers=layers)).kv_specs) if layers else 0
+
+    start = count(range(first))
+    return range(start, start + count(context.layers_of(config.num_layers)))
+
+
 def build_without_weights(
-    config: ModelConfig, dtype: str, quantization: str | None = None, kv_cache_dtype: str = "auto", max_loras: int = 0
+    config: ModelConfig,
+    dtype: str,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    max_loras: int = 0,
+    draft_tokens: int = 0,
 ) -> Network:
     """As ``build_rank_without_weights`` for the whole network on one rank, by values of the engine's options."""
     context = LayerContext(
-        _NO_MEMORY, DType(dtype), quantization=quantization, kv_cache_dtype=kv_cache_dtype, max_loras=max_loras
+        _NO_MEMORY,
+        DType(dtype),
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        max_loras=max_loras,
+        draft_tokens=draft_tokens,
     )
     return build_rank_without_weights(config, context)
 
@@ -299,3 +320,8 @@ def weight_bytes(network: Network) -> int:
 def kv_bytes_per_token(network: Network) -> int:
     """Bytes of a token's KV entries in all layers of this rank, without padding."""
     return sum(spec.bytes_per_token for spec in network.kv_specs)
+
+
+def state_bytes(network: Network) -> int:
+    """Bytes of a sequence's recurrent states in all layers of this rank."""
+    return sum(int(spec.head_dim * NUMBER_BYTES[spec.dtype]) for spec in network.kv_specs if spec.kind == "state")

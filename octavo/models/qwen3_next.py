@@ -8,34 +8,27 @@ from typing import Any
 
 import numpy as np
 
-from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.interface import AttentionSpec, RoutingSpec
-from octavo.layers.gated_delta import DeltaShape, GatedAttention, GatedDeltaNet
+from octavo.layers.gated_delta import GatedAttention, GatedDeltaNet
 from octavo.layers.layer import LayerContext
 from octavo.models.checkpoint import CheckpointEntry, Drop, Permute, Rename, Split
 from octavo.models.config_files import ConfigReader, rotary_fields, shape_fields
 from octavo.models.decoder import Decoder, DecoderLayer, PreNormLayer
 from octavo.models.gemma import GemmaNorm
+from octavo.models.hybrid import DeltaConfig, LinearAttentionLayer, read_attends, read_delta_shape
 from octavo.models.llama import make_mlp
 from octavo.models.mixtures import Mixture, MixtureFamily, all_layers, every_step, read_mixture, stacked_experts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3NextConfig(ModelConfig):
-    #: For each layer, whether it has attention; others have a gated delta network.
-    attends: tuple[bool, ...]
-    delta: DeltaShape
+class Qwen3NextConfig(DeltaConfig):
     #: None: every layer has an MLP.
     mixture: Mixture | None = None
 
     @property
     def feed_forward_width(self) -> int:
         return super().feed_forward_width if self.mixture is None else self.mixture.width(self)
-
-
-class LinearAttentionLayer(PreNormLayer):
-    mixer_name = "linear_attn"
 
 
 class Qwen3NextForCausalLM(Decoder):
@@ -96,8 +89,8 @@ class Qwen3NextForCausalLM(Decoder):
             qkv_bias=bias,
             o_bias=bias,
             qk_norm=True,
-            attends=_attends(reader, layers),
-            delta=_delta_shape(reader),
+            attends=read_attends(reader, layers, reader.positive("full_attention_interval")),
+            delta=read_delta_shape(reader),
             mixture=None if mixture is None else read_mixture(mixture, reader, layers),
             **rotary_fields(_with_plain_rope(reader), fields["head_dim"]),
             **fields,
@@ -151,38 +144,3 @@ def _with_plain_rope(reader: ConfigReader) -> ConfigReader:
         plain.pop("type", None)
         plain["rope_type"] = "default"
     return replace(reader, raw={**reader.raw, "rope_scaling": None, "rope_parameters": plain})
-
-
-def _delta_shape(reader: ConfigReader) -> DeltaShape:
-    shape = DeltaShape(
-        key_heads=reader.positive("linear_num_key_heads"),
-        value_heads=reader.positive("linear_num_value_heads"),
-        key_dim=reader.positive("linear_key_head_dim"),
-        value_dim=reader.positive("linear_value_head_dim"),
-        taps=reader.positive("linear_conv_kernel_dim"),
-    )
-    if shape.value_heads % shape.key_heads:
-        raise ConfigError(
-            f"{reader.file}: linear_num_value_heads ({shape.value_heads}) must be a multiple of linear_num_key_heads "
-            f"({shape.key_heads})"
-        )
-    if not 2 <= shape.taps <= 16:
-        raise ConfigError(f"{reader.file}: linear_conv_kernel_dim must be 2 to 16, not {shape.taps}")
-    for name in ("key", "value"):
-        if (dim := getattr(shape, f"{name}_dim")) > 512:
-            raise ConfigError(f"{reader.file}: linear_{name}_head_dim must be at most 512, not {dim}")
-    return shape
-
-
-def _attends(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
-    kinds = reader.raw.get("layer_types")
-    if kinds is None:
-        interval = reader.positive("full_attention_interval")
-        return tuple((index + 1) % interval == 0 for index in range(layers))
-    known = {"linear_attention", "full_attention"}
-    if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= known:
-        raise ConfigError(
-            f"{reader.file}: layer_types must be a list of {layers} 'linear_attention' or 'full_attention', "
-            f"not {kinds!r}"
-        )
-    return tuple(kind == "full_attention" for kind in kinds)

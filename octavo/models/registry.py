@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NETWORKS = {
     "ApertusForCausalLM": ("apertus", "octavo.models.dense", "DenseForCausalLM"),
     "ArceeForCausalLM": ("arcee", "octavo.models.dense", "DenseForCausalLM"),
+    "BambaForCausalLM": ("bamba", "octavo.models.mamba_hybrids", "MambaHybridForCausalLM"),
     "BartForConditionalGeneration": ("bart", "octavo.models.bart", "BartForConditionalGeneration"),
     "BloomForCausalLM": ("bloom", "octavo.models.gpt", "BloomForCausalLM"),
     "Cohere2ForCausalLM": ("cohere2", "octavo.models.gpt", "CohereForCausalLM"),
@@ -38,6 +39,8 @@ NETWORKS = {
     "Ernie4_5_MoeForCausalLM": ("ernie4_5_moe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Exaone4ForCausalLM": ("exaone4", "octavo.models.dense", "DenseForCausalLM"),
     "FalconForCausalLM": ("falcon", "octavo.models.gpt", "FalconForCausalLM"),
+    "FalconH1ForCausalLM": ("falcon_h1", "octavo.models.falcon_h1", "FalconH1ForCausalLM"),
+    "FalconMambaForCausalLM": ("falcon_mamba", "octavo.models.mamba", "MambaForCausalLM"),
     "FlexOlmoForCausalLM": ("flex_olmo", "octavo.models.mixtures", "MixtureForCausalLM"),
     "GPT2LMHeadModel": ("gpt2", "octavo.models.gpt", "GPT2LMHeadModel"),
     "GPTBigCodeForCausalLM": ("gpt_bigcode", "octavo.models.gpt", "GPTBigCodeForCausalLM"),
@@ -55,6 +58,7 @@ NETWORKS = {
     "GptOssForCausalLM": ("gpt_oss", "octavo.models.gpt_oss", "GptOssForCausalLM"),
     "GraniteForCausalLM": ("granite", "octavo.models.dense", "DenseForCausalLM"),
     "GraniteMoeForCausalLM": ("granitemoe", "octavo.models.mixtures", "MixtureForCausalLM"),
+    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", "octavo.models.mamba_hybrids", "MambaHybridForCausalLM"),
     "GraniteMoeSharedForCausalLM": ("granitemoeshared", "octavo.models.mixtures", "MixtureForCausalLM"),
     "HeliumForCausalLM": ("helium", "octavo.models.dense", "DenseForCausalLM"),
     "HunYuanDenseV1ForCausalLM": ("hunyuan_v1_dense", "octavo.models.dense", "DenseForCausalLM"),
@@ -64,6 +68,8 @@ NETWORKS = {
     "Idefics3ForConditionalGeneration": ("idefics3", "octavo.models.idefics3", "Idefics3ForConditionalGeneration"),
     "InternLM3ForCausalLM": ("internlm3", "octavo.models.dense", "DenseForCausalLM"),
     "Jais2ForCausalLM": ("jais2", "octavo.models.dense", "DenseForCausalLM"),
+    "JambaForCausalLM": ("jamba", "octavo.models.mamba_hybrids", "MambaHybridForCausalLM"),
+    "KimiLinearForCausalLM": ("kimi_linear", "octavo.models.kimi_linear", "KimiLinearForCausalLM"),
     "Lfm2ForCausalLM": ("lfm2", "octavo.models.lfm2", "Lfm2ForCausalLM"),
     "Lfm2MoeForCausalLM": ("lfm2_moe", "octavo.models.lfm2", "Lfm2ForCausalLM"),
     "Llama4ForCausalLM": ("llama4_text", "octavo.models.mixtures", "Llama4ForCausalLM"),
@@ -76,6 +82,8 @@ NETWORKS = {
     "LlavaForConditionalGeneration": ("llava", "octavo.models.llava", "LlavaForConditionalGeneration"),
     "MBartForConditionalGeneration": ("mbart", "octavo.models.bart", "MBartForConditionalGeneration"),
     "MT5ForConditionalGeneration": ("mt5", "octavo.models.t5", "MT5ForConditionalGeneration"),
+    "Mamba2ForCausalLM": ("mamba2", "octavo.models.mamba", "MambaForCausalLM"),
+    "MambaForCausalLM": ("mamba", "octavo.models.mamba", "MambaForCausalLM"),
     "MarianMTModel": ("marian", "octavo.models.bart", "MarianMTModel"),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Ministral3ForCausalLM": ("ministral3", "octavo.models.dense", "DenseForCausalLM"),
@@ -84,10 +92,12 @@ NETWORKS = {
     "Mistral3ForConditionalGeneration": ("mistral3", "octavo.models.dense", "Mistral3ForConditionalGeneration"),
     "MixtralForCausalLM": ("mixtral", "octavo.models.mixtures", "MixtureForCausalLM"),
     "NemotronForCausalLM": ("nemotron", "octavo.models.dense", "DenseForCausalLM"),
+    "NemotronHForCausalLM": ("nemotron_h", "octavo.models.nemotron_h", "NemotronHForCausalLM"),
     "OPTForCausalLM": ("opt", "octavo.models.gpt", "OPTForCausalLM"),
     "Olmo2ForCausalLM": ("olmo2", "octavo.models.dense", "DenseForCausalLM"),
     "Olmo3ForCausalLM": ("olmo3", "octavo.models.dense", "DenseForCausalLM"),
     "OlmoForCausalLM": ("olmo", "octavo.models.dense", "DenseForCausalLM"),
+    "OlmoHybridForCausalLM": ("olmo_hybrid", "octavo.models.olmo_hybrid", "OlmoHybridForCausalLM"),
     "OlmoeForCausalLM": ("olmoe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "PegasusForConditionalGeneration": ("pegasus", "octavo.models.bart", "PegasusForConditionalGeneration"),
     "Phi3ForCausalLM": ("phi3", "octavo.models.llama", "Phi3ForCausalLM"),
@@ -143,11 +153,8 @@ ENCODERS = {
 #: Of architectures whose language-model head does not exist or is not used.
 _ENDINGS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "Model")
 
-#: Models with layers that keep a state instead of keys and values.
-_STATE_SPACE = re.compile(
-    r"mamba|jamba|zamba|bamba|rwkv|retnet|hyena|recurrent_?gemma|kimi_?linear|falcon_?h1"
-    r"|nemotron_?h|minimax|moe_?hybrid|granite_?hybrid|lfm2|plamo2"
-)
+#: Models with layers that keep a state of a kind that no network here has.
+_STATE_SPACE = re.compile(r"rwkv|retnet|hyena|recurrent_?gemma|zamba|minimax|plamo2")
 #: Likeness of relatives, at most 1, and what is added to it for names that begin with the same letters.
 _NEAR, _OF_FAMILY = 0.65, 0.3
 _SUFFIX = re.compile(r"ForCausalLM$|ForConditionalGeneration$|LMHeadModel$|Model$|For\w+Classification$|ForMaskedLM$")

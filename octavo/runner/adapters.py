@@ -35,8 +35,10 @@ _NICENESS = 5
 #: Backends may round ranks up to a multiple of this.
 _RANK_UNIT = 16
 
-#: An adapter's packed weights, by the name of the layer.
-Packed = dict[str, PackedAdapter]
+#: Of a layer: its name, which others may have too, and its first part.
+LayerKey = tuple[str, str]
+#: An adapter's packed weights.
+Packed = dict[LayerKey, PackedAdapter]
 
 
 class AdapterPreparer(Preparer):
@@ -66,7 +68,7 @@ class LoraPreparer(AdapterPreparer, RowFeature):
         super().__init__()
         # Of the whole network, of which this rank has a share.
         self._targets, self._options = AdapterTargets(context.config), context.options
-        self._layers: Mapping[str, LoraLayer] = dict(context.network.lora_layers())
+        self._layers: Mapping[LayerKey, LoraLayer] = _layers_of(context.network)
         #: The adapter in each slot, and the slot of each adapter.
         self._held: dict[int, str] = {}
         self._slots: dict[str, int] = {}
@@ -79,9 +81,13 @@ class LoraPreparer(AdapterPreparer, RowFeature):
         weights = read_adapter(
             msgspec.msgpack.decode(payload, type=AdapterRef), self._targets, self._options.max_lora_rank
         )
-        layers = self._layers
-        names = [name for name in weights if name in layers]  # a pipeline stage has some of the layers
-        return {name: layers[name].pack_lora(weights.pop(name)) for name in names}
+        packed: Packed = {}
+        for key, layer in self._layers.items():  # a pipeline stage has some of the layers
+            matrices = weights.get(key[0], {})
+            own = {part: matrices.pop(part) for part in layer.lora_parts if part in matrices}
+            if own:
+                packed[key] = layer.pack_lora(own)
+        return packed
 
     def drop(self, key: str) -> None:
         super().drop(key)
@@ -147,7 +153,7 @@ class LoraPreparer(AdapterPreparer, RowFeature):
         self._layers = {}
 
     def attach(self, network: Network) -> None:
-        self._layers = dict(network.lora_layers())
+        self._layers = _layers_of(network)
         for slot, key in self._held.items():
             self._fill(slot, self._resources[key])
 
@@ -159,8 +165,12 @@ class LoraPreparer(AdapterPreparer, RowFeature):
 
     def _fill(self, slot: int, packed: Packed) -> None:
         # All layers: the slot may hold another adapter, of other layers.
-        for name, layer in self._layers.items():
-            layer.place_lora(slot, packed.get(name))
+        for key, layer in self._layers.items():
+            layer.place_lora(slot, packed.get(key))
+
+
+def _layers_of(network: Network) -> dict[LayerKey, LoraLayer]:
+    return {(name, next(iter(layer.lora_parts))): layer for name, layer in network.lora_layers()}
 
 
 def adapter_bytes(layers: Iterable[LoraLayer]) -> int:

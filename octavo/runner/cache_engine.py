@@ -175,7 +175,7 @@ class KVLayers:
         """
         self._state_tokens = state_tokens
         self.kernels, self.groups, self._block_size = kernels, list(groups), block_size
-        self._drafter = find_groups(drafter, [group.spec.window for group in groups])
+        self._drafter = find_groups(drafter, [group.spec for group in groups])
         self._workspace = workspace
         self._num_layers = sum(len(group.layers) for group in groups)
         if not groups and workspace is not None:
@@ -249,21 +249,23 @@ class KVLayers:
         return caches[: self._num_layers], caches[self._num_layers :]
 
 
-def find_groups(specs: Sequence[KVSpec], windows: Sequence[int | None]) -> list[tuple[LayerGroup, int]]:
+def find_groups(specs: Sequence[KVSpec], network: Sequence[KVSpec]) -> list[tuple[LayerGroup, int]]:
     """Groups a drafter's layers: each group, and the index of the network's KV group whose blocks it uses.
 
-    ``windows``: of the network's KV groups. Blocks behind a window go to other sequences, so each group gets the
+    ``network``: the specs of its KV groups. Blocks behind a window go to other sequences, so each group gets the
     narrowest window that keeps all tokens that its layers attend to.
     """
+    windows = [0 if spec.kind == "state" else spec.window for spec in network]
     groups = []
     for group in group_layers(specs):
         window = group.spec.window
         wide = [i for i, kept in enumerate(windows) if kept is None or (window is not None and window <= kept)]
         if not wide:
             longest = max(kept for kept in windows if kept is not None)
+            kept_text = f"keeps the last {longest} only" if longest else "has states, and keeps no tokens"
             raise ConfigError(
                 f"speculative_config: the drafter attends to {'all tokens' if window is None else f'{window} tokens'}, "
-                f"but the model's KV cache keeps the last {longest} only; take method 'ngram' or 'suffix'"
+                f"but the model's KV cache {kept_text}; take method 'ngram' or 'suffix'"
             )
         groups.append((group, min(wide, key=lambda i: windows[i] or float("inf"))))
     return groups

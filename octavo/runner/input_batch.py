@@ -184,6 +184,8 @@ class InputBatch:
             drafted = self._draft(plan, seq_ids, sampling, forked)
             sampled_rows = np.repeat(sampled_rows - drafted.counts + 1, drafted.counts) + drafted.offsets
         flat, repeats = self.flatten(rows, starts, ends, offsets, sampled_rows), 0
+        if drafted is not None:
+            flat.arrays["num_drafts"][sampling] = drafted.counts[: len(sampling)] - 1
         if flat.all_sampled and flat.repeatable:
             repeats = self.block_size - 1 - max((starts % self.block_size).tolist())
         return StepInputs(
@@ -342,6 +344,7 @@ def flat_arrays(num_tokens: int, **arrays: NDArray[Any]) -> dict[str, NDArray[An
     """The arrays of ``ForwardBatch``; by default as if no feature changed them."""
     return {
         "token_types": np.zeros(num_tokens, np.int64),
+        "num_drafts": np.zeros(len(arrays["seq_lens"]), np.int32),
         "adapters": np.full(num_tokens, -1, np.int32),
         "sees_until": np.full(num_tokens, -1, np.int32),
         "cross_lens": np.zeros(0, np.int32),

@@ -28,7 +28,13 @@ from octavo.kernels.interface import Communicator, KernelClock, Kernels, LayerCa
 from octavo.layers.layer import LayerContext
 from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.loader.weights import load_model, make_dummy_model
-from octavo.models.network import Network, build_rank_without_weights, build_without_weights, weight_bytes
+from octavo.models.network import (
+    Network,
+    build_rank_without_weights,
+    build_without_weights,
+    caches_of_stage,
+    weight_bytes,
+)
 from octavo.process.startup import WorkerFacts, phase
 from octavo.runner import memory
 from octavo.runner.adapters import LoraPreparer, PromptAdapters
@@ -117,6 +123,7 @@ class LoadedModel:
             positions=options.token_budget,
             max_loras=options.max_loras if options.enable_lora else 0,
             max_lora_rank=options.max_lora_rank,
+            draft_tokens=options.kept_draft_tokens,
             # The virtual tokens of a step's images are written behind those of adapters.
             virtual_tokens=options.num_virtual_tokens + (0 if config.image_facts is None else options.token_budget),
         )
@@ -161,9 +168,11 @@ class LoadedModel:
     def _kv_groups(self) -> list[LayerGroup]:
         """The network's KV groups, the one that keeps most tokens first, as the block manager expects."""
         network, layers = self.network, self.context.layers
+        stage = None
         if layers is not None:
+            stage = caches_of_stage(self.config, self.context)
             network = build_rank_without_weights(self.config, replace(self.context, layers=None))
-        groups = group_layers(network.kv_specs, layers)
+        groups = group_layers(network.kv_specs, stage)
         return sorted(groups, key=lambda group: -(group.spec.window or self.config.max_position))
 
     def _workspace(self) -> Workspace | None:
@@ -290,17 +299,29 @@ class LoadedModel:
 
 def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: DraftSource | None) -> set[KVSpec]:
     """The specs of all layers of all stages and of the drafter: a backend must serve every one."""
-    network = build_without_weights(config, dtype, kv_cache_dtype=options.kv_cache_dtype)
+    network = build_without_weights(
+        config, dtype, kv_cache_dtype=options.kv_cache_dtype, draft_tokens=options.kept_draft_tokens
+    )
     kv_specs = set(network.kv_specs)
     if any(spec.kind == "state" for spec in kv_specs):
         _check_state_options(options, config, kv_specs)
+    elif (distance := options.state_checkpoint_tokens) != EngineConfig.model_fields["state_checkpoint_tokens"].default:
+        raise ConfigError(
+            f"state_checkpoint_tokens ({distance}) is for models with recurrent states, and {config.architecture} has "
+            "none: leave it out"
+        )
     if network.tower is not None:
         kv_specs.add(network.tower.workspace)
     if network.workspace is not None:
         return kv_specs | {network.workspace}
     if drafts is not None:
         draft_specs = build_without_weights(drafts.config, dtype, kv_cache_dtype=options.kv_cache_dtype).kv_specs
-        find_groups(draft_specs, [spec.window for spec in kv_specs])
+        if any(spec.kind == "state" for spec in draft_specs):
+            raise ConfigError(
+                f"speculative_config: {drafts.config.architecture} cannot draft, as it has recurrent states; take a "
+                "draft model of attention alone, or method 'ngram' or 'suffix'"
+            )
+        find_groups(draft_specs, list(kv_specs))
         kv_specs |= set(draft_specs)
     return kv_specs
 
@@ -308,11 +329,6 @@ def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: Dr
 def _check_state_options(options: EngineConfig, config: ModelConfig, kv_specs: set[KVSpec]) -> None:
     """Raises ConfigError for options that a model with recurrent states cannot have."""
     distance, size = options.state_checkpoint_tokens, options.block_size
-    if options.speculative_config is not None:
-        raise ConfigError(
-            f"speculative_config: {config.architecture} has recurrent states, which rejected drafts would change: "
-            "leave it out"
-        )
     if distance % size:
         raise ConfigError(f"state_checkpoint_tokens must be a multiple of block_size ({size}), not {distance}")
     if distance != size and all(spec.kind == "state" for spec in kv_specs):

@@ -267,17 +267,26 @@ def cache_size(
         used = "" if total is None else f", less {(total - free) / GIB:.3f} GiB for {beside},"
         source = f"gpu_memory_utilization={share} of {max(0, whole) / GIB:.3f} GiB{used} leaves"
         budget -= position_bytes * _positions(layout, budget, max_model_len, position_bytes)
-    holds, least = "one block", sum(layout.block_bytes)
+    holds, counts = "one block", [1] * len(layout.groups)
     if options.max_model_len is not None:
-        holds, least = f"one sequence of {max_model_len} tokens", layout.size(layout.held(max_model_len))
-    if budget < least:
+        holds, counts = f"one sequence of {max_model_len} tokens", layout.held(max_model_len)
+    if budget < (least := layout.size(counts)):
         raise InsufficientMemoryError(
-            f"the KV cache of {holds} needs {least / GIB:.3f} GiB, but {source} "
+            f"the KV cache of {holds} needs {least / GIB:.3f} GiB{_states(layout, counts)}, but {source} "
             f"{max(0, budget) / GIB:.3f} GiB; lower max_model_len, max_num_batched_tokens, max_num_seqs or swap_space, "
             "or raise kv_cache_memory_bytes or gpu_memory_utilization"
         )
     longest = layout.longest(budget, max_model_len)
     return CacheSize(longest, layout.split(budget, longest))
+
+
+def _states(layout: KVLayout, counts: Sequence[int]) -> str:
+    """The share of recurrent states in these blocks, in words; empty without states."""
+    states = [(count, g.block_bytes) for count, g in zip(counts, layout.groups, strict=True) if g.state_tokens]
+    if not states:
+        return ""
+    size, number = sum(count * size for count, size in states), max(count for count, _ in states)
+    return f", of which {number} recurrent state{'s take' if number > 1 else ' takes'} {size / GIB:.3f} GiB"
 
 
 def _positions(layout: KVLayout, budget: int, max_model_len: int, position_bytes: int) -> int:

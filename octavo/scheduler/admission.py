@@ -76,7 +76,7 @@ class Admission:
                 beside = "" if group.cross is None else f" and an encoder's input of {group.cross.num_tokens}"
                 return (
                     f"a prompt of {prompt} tokens{beside} with {group.num_seqs} sequences needs at least "
-                    f"{needed.blocks} KV cache blocks, but there are {self._blocks.pinned.capacity}"
+                    + self._blocks.shortage(needed, group.num_seqs)
                 )
         return None
 
@@ -139,6 +139,7 @@ class Admission:
         if not self._fits(group, self.needed(group, cached), reserved):
             return False
         first.num_computed = match.num_tokens if match is not None else 0
+        first.checkpoint_at = blocks.prefixes.branch(match) if match is not None else 0
         # Several sequences may have no chunk to compute before they share the matched prefix.
         has_chunk = len(group.seqs) == 1 or any(s.shared_prefix is None and s.num_uncomputed > 1 for s in group.seqs)
         if has_chunk and not prompt_chunks(blocks, group, step.budget, self._options):

@@ -47,6 +47,9 @@ class Sequence:
     num_computed: int = 0
     #: Tokens up to here have slots: they may be computed without another ``BlockManager.grow``.
     slots_end: int = 0
+    #: Where the prompt leaves tokens that others have cached, but not with their state: a chunk ends here, and the next
+    #: prompt that branches off here finds a checkpoint. 0: nowhere.
+    checkpoint_at: int = 0
     on_workers: bool = False
     #: While the workers do not hold it: the sequence to fork it from.
     fork_of: Sequence | None = None
@@ -115,8 +118,7 @@ class SequenceGroup:
     chain: PrefixChain | None = None
     #: The policy's own.
     policy_data: Any = None
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    draft_stats: DraftStats | None = None
     totals: AdmissionStats = field(init=False)
     group_id: int = field(init=False)
     #: Seconds, and a number where these are equal.
@@ -219,8 +221,7 @@ def suspend(group: SequenceGroup) -> EngineCoreRequest | None:
     request, prompt = group.request, len(group.request.prompt_token_ids)
     if group.totals.first_scheduled_time is None:
         return request  # never scheduled
-    drafts = DraftStats(group.group_id, group.num_draft_tokens, group.num_accepted_tokens)
-    progress = ResumePoint([], None, group.totals, drafts if group.num_draft_tokens else None)
+    progress = ResumePoint([], None, group.totals, group.draft_stats)
     generated = [seq.token_ids[prompt:] for seq in seqs]
     if group.beam is not None:
         progress.beams = group.beam.progress(generated)
@@ -232,7 +233,7 @@ def suspend(group: SequenceGroup) -> EngineCoreRequest | None:
     return msgspec.structs.replace(request, progress=progress)
 
 
-def resume(group: SequenceGroup, progress: ResumePoint, seq_ids: Iterator[int], block_size: int) -> None:
+def resume(group: SequenceGroup, progress: ResumePoint, seq_ids: Iterator[int], blocks: BlockManager) -> None:
     """Gives a new group the sequences and totals of its ``ResumePoint``; the tokens show which blocks were shared."""
     if progress.totals is not None:
         lost = len(group.request.prompt_token_ids) + sum(len(c.token_ids) for c in progress.completions)
@@ -242,8 +243,8 @@ def resume(group: SequenceGroup, progress: ResumePoint, seq_ids: Iterator[int], 
             num_recomputes=progress.totals.num_recomputes + 1,
             num_recomputed_tokens=progress.totals.num_recomputed_tokens + lost,
         )
-    if (drafts := progress.drafts) is not None:
-        group.num_draft_tokens, group.num_accepted_tokens = drafts.num_draft_tokens, drafts.num_accepted_tokens
+    if progress.drafts is not None:
+        group.draft_stats = msgspec.structs.replace(progress.drafts, group_id=group.group_id)
     generated = [(c.index, c.token_ids) for c in progress.completions]
     if progress.beams is not None and group.beam is not None:
         group.beam.resume(progress.beams)
@@ -260,8 +261,9 @@ def resume(group: SequenceGroup, progress: ResumePoint, seq_ids: Iterator[int], 
     # Each sequence shares its first full blocks with the earlier sequence that has most tokens in common with it.
     for position, seq in enumerate(group.seqs[1:], 1):
         others = group.seqs[:position]
-        common = [(_num_common(o.token_ids, seq.token_ids, len(prompt)) // block_size, o) for o in others]
+        common = [(_num_common(o.token_ids, seq.token_ids, len(prompt)) // blocks.block_size, o) for o in others]
         count, earlier = max(common, key=lambda pair: pair[0])
+        count -= count % blocks.checkpoint_blocks
         seq.shared_prefix = (earlier, count) if count else None
 
 

@@ -247,8 +247,8 @@ class Preemption:
             self._recompute(group)
 
     def _wants_swap(self, group: SequenceGroup) -> bool:
-        if group.request.task.is_kept_by_workers:
-            return False
+        if group.request.task.is_kept_by_workers or not (group.samples or group.prefilling):
+            return False  # in the last case it has nothing left to compute: it would end with a step in flight
         if self._mode == "by_sequences":  # Kwon et al. 2023, section 4.5; those that it will fork into count
             return group.num_seqs > 1
         if self._mode != "auto":
@@ -266,6 +266,8 @@ class Preemption:
         if len(group.seqs) > 1:
             self._record_sharing(group)
         lost = group.num_recomputed
+        for seq in group.seqs:
+            self._queues.register_end(seq)
         for holder_id in group.holder_ids:
             self._blocks.free(holder_id)
         for seq in group.seqs:
@@ -289,8 +291,9 @@ class Preemption:
                 continue
             other = group.seqs[position]
             count = min(count, seq.num_computed // size, other.num_computed // size)
-            best = (other, count) if count > of_prompt else (first, of_prompt)
-            seq.shared_prefix = best if best[1] else None
+            other, count = (other, count) if count > of_prompt else (first, of_prompt)
+            count -= count % self._blocks.checkpoint_blocks  # there is no state elsewhere
+            seq.shared_prefix = (other, count) if count else None
 
 
 def restore_sharing(queues: SchedulingState, group: SequenceGroup) -> None:
@@ -403,7 +406,7 @@ class Drafting:
         """Reports a step's result to the speculator; returns the totals of each group with drafts."""
         if not (step.drafted or self._queues.num_drafted_groups):
             return []
-        sequences, groups = self._queues.sequences, dict[int, SequenceGroup]()
+        sequences, groups = self._queues.sequences, dict[int, DraftStats]()
         drafts, num_drafts, num_accepted = [], 0, 0
         num_tokens = result.num_tokens or itertools.repeat(1)
         counts = dict(zip(result.seq_ids, num_tokens, strict=False)) if step.drafted else {}
@@ -418,16 +421,16 @@ class Drafting:
                     self._speculator.fail(seq, WorkerError(result.draft_error))
                 continue
             group, accepted = seq.group, counts[seq_id] - 1
-            group.num_draft_tokens += drafted
-            group.num_accepted_tokens += accepted
-            groups[group.group_id] = group
+            groups[group.group_id] = group.draft_stats = (group.draft_stats or DraftStats(group.group_id)).add(
+                drafted, accepted
+            )
             num_accepted += accepted
             drafts.append((seq_id, drafted, accepted))
         self._stats.decode_tokens += num_accepted
         self._speculator.observe(drafts)
         if self._speculator.lengths.adaptive:
             self._observe_costs(step, result, num_drafts, num_accepted)
-        return [DraftStats(g.group_id, g.num_draft_tokens, g.num_accepted_tokens) for g in groups.values()]
+        return list(groups.values())
 
     def _observe_costs(self, step: Step, result: StepResult, num_drafts: int, num_accepted: int) -> None:
         lengths = self._speculator.lengths

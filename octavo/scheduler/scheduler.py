@@ -197,9 +197,10 @@ class Scheduler:
     def _end_exceeding(self, group: SequenceGroup, step: Step) -> None:
         step.ended = True
         lengths = [len(s.token_ids) for s in group.seqs]
+        states = "".join(f" and {g.num_unpinned} recurrent states" for g in self.blocks.groups[1:] if g.has_states)
         message = (
             f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens have outgrown the KV cache of "
-            f"{self.blocks.pinned.capacity} of {self.blocks.block_size} tokens, alone in it"
+            f"{self.blocks.pinned.capacity} of {self.blocks.block_size} tokens{states}, alone in it"
         )
         self._fail(group, SequenceFailure(message, KV_CACHE))
 
@@ -235,8 +236,8 @@ class Scheduler:
         lost = step.prefill_groups + step.swapped_groups + step.with_contexts
         groups = {g.group_id: g for g in [s.group for s in decoding] + lost}
         self.preparations.repeat(plan)
-        if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
-            self.blocks.reset_prefix_cache()
+        if plan.blocks_to_swap_out or plan.blocks_to_swap_in or self.blocks.prefixes.keeps_ends:
+            self.blocks.reset_prefix_cache()  # it may have what the step did not compute
         for group_id, group in groups.items():
             if group_id in self.queues.groups:
                 self._fail(group, SequenceFailure(message))

@@ -89,7 +89,7 @@ class SchedulingState:
         group = SequenceGroup(request, number, seq_id, self._max_model_len, self._plans_on_results)
         group.cross = CrossContext.of(request, self._seq_ids)
         if request.progress is not None:
-            resume(group, request.progress, self._seq_ids, self.blocks.block_size)
+            resume(group, request.progress, self._seq_ids, self.blocks)
         group.drafts = group.drafts and self._speculator is not None and self._speculator.drafts(group.seqs[0])
         group.is_long = 0 < self._threshold < len(request.prompt_token_ids)
         self.num_drafted_groups += group.drafts
@@ -210,6 +210,14 @@ class SchedulingState:
         group.prefilling = False
         self.prefilling.remove(group)
 
+    def register_end(self, seq: Sequence, *, of_prompt: bool = False) -> None:
+        """``SequencePrefixes.register_end`` of a sequence's computed tokens, those in flight included; not of beams."""
+        group = seq.group
+        if (of_prompt or group.beam is None) and self.blocks.prefixes.register_end(
+            seq.seq_id, seq.token_ids, seq.num_computed, group.context, group.features, of_prompt=of_prompt
+        ):
+            seq.slots_end = 0  # before the next write the block manager checks for a cached block
+
     def fork(self, parent: Sequence, index: int) -> Sequence:
         child = Sequence(next(self._seq_ids), parent.group, index, list(parent.token_ids))
         child.num_computed = parent.num_computed
@@ -277,6 +285,8 @@ class SchedulingState:
 
     def _free(self, seq: Sequence, status: SequenceStatus) -> None:
         seq.status = status
+        if seq.group.status is SequenceStatus.RUNNING and status is not SequenceStatus.FINISHED_ERROR:
+            self.register_end(seq)
         self.policy.on_sequence_end(seq, status)
         if self._speculator is not None:
             self._speculator.on_end(seq)

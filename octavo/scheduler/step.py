@@ -154,6 +154,8 @@ def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, optio
         tokens = seq.num_uncomputed - held_back
         fits = tokens <= budget or (whole and budget == options.token_budget)
         n = tokens if fits else 0 if whole else budget
+        if not whole and 0 < seq.checkpoint_at - seq.num_computed < n:
+            n = seq.checkpoint_at - seq.num_computed
         if 0 < n < tokens and group.request.features:
             n = _with_whole_features(group, seq.num_computed, n, most)
         if n > 0:
@@ -328,6 +330,11 @@ def advance(queues: SchedulingState, step: Step) -> None:
             filled.append((seq, seq.num_computed))
     for child, parent in step.forked_children:
         child.num_computed = parent.num_computed
+    if queues.blocks.prefixes.keeps_ends:
+        for seq in [*(s for s, _ in step.prefills), *(child for child, _ in step.forked_children)]:
+            at_end = seq.num_computed == seq.num_prompt_tokens
+            if at_end or seq.num_computed == seq.checkpoint_at:
+                queues.register_end(seq, of_prompt=at_end)
     for group in step.with_contexts:
         if group.cross is not None and group.status is SequenceStatus.RUNNING:
             group.cross.is_computed = True

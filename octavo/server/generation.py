@@ -14,7 +14,14 @@ from octavo import __version__
 from octavo.core.model_config import ReasoningMarks
 from octavo.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from octavo.core.request import TokensPrompt
-from octavo.core.sampling_params import BeamSearchParams, DefaultMaxTokens, SamplingParams, defaults_beside, parameters
+from octavo.core.sampling_params import (
+    NOT_IN_BEAM_SEARCH,
+    BeamSearchParams,
+    DefaultMaxTokens,
+    SamplingParams,
+    defaults_beside,
+    parameters,
+)
 from octavo.engine.tokenizer import TextStream, Tokenizer
 from octavo.server.answer_format import AnswerFormat
 from octavo.server.engine_call import EngineCall, new_response_id, request_options
@@ -171,8 +178,6 @@ _SHARED = tuple(
     if name in protocol.GenerationRequest.model_fields
     and name not in ("max_tokens", "prompt_logprobs", "truncate_prompt_tokens", "structured_outputs")
 )
-#: Shared fields that clients send with beam search and that do not affect it: it draws no random numbers.
-_IGNORED_BY_BEAM_SEARCH = frozenset({"n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed"})
 _BEAM_FIELDS = ("length_penalty", "early_stopping", "ignore_eos", "skip_special_tokens")
 
 
@@ -194,7 +199,7 @@ def make_beam_search_params(body: protocol.GenerationRequest, max_tokens: int) -
     """The parameters of a request with beam search; the width is ``best_of``, or ``n``."""
     neutral = SamplingParams()
     for name, value in _set_fields(body, (*_SHARED, "prompt_logprobs")).items():
-        if name in _IGNORED_BY_BEAM_SEARCH or name in _BEAM_FIELDS or value == getattr(neutral, name):
+        if name in NOT_IN_BEAM_SEARCH or name in _BEAM_FIELDS or value == getattr(neutral, name):
             continue
         raise unsupported(name, "is not supported with use_beam_search")
     # SamplingParams checks n and best_of.

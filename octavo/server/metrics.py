@@ -375,7 +375,7 @@ class ReplicaMetrics(StatisticSeries):
         self._capacity.set(stats.num_blocks)
         self.show_fields(SchedulerState, stats)
         for number, group in enumerate(stats.groups):
-            self.show_fields(GroupState, group, str(number), "all" if group.window is None else str(group.window))
+            self.show_fields(GroupState, group, str(number), group.kind)
         if stats.adapters is not None:
             self.show_fields(AdapterStats, stats.adapters)
         if stats.speculation is not None:

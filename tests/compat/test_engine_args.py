@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from octavo.compat.vllm.config_parts import CacheConfig
 from octavo.compat.vllm.engine_args import (
     DEFAULTS,
     AsyncEngineArgs,
@@ -47,6 +48,52 @@ def test_options_of_an_engine_that_are_as_by_default_leave_variables_in_force(mo
         EngineArgs().create_engine_config()
     with pytest.raises(TypeError, match="no_such_option"):
         EngineArgs(no_such_option=1)
+    with pytest.raises(ConfigError, match="write create_engine_config"):
+        EngineArgs("m").create_engine_configs()
+    with pytest.raises(TypeError, match=r"EngineArgs: unknown option 'max_num_seq'; did you mean 'max_num_seqs'"):
+        EngineArgs("m", max_num_seq=1)
+
+
+def test_a_configuration_has_vllms_parts(tiny_model: Path) -> None:
+    args = EngineArgs(
+        str(tiny_model), block_size=4, max_num_seqs=3, kv_cache_dtype="int8", scheduling_policy="priority",
+        tensor_parallel_size=2, distributed_executor_backend="ray", device="cpu", swap_space=1.0, dtype="float32",
+    )  # fmt: skip
+    config = args.create_engine_config()
+    cache, scheduler, parallel = config.cache_config, config.scheduler_config, config.parallel_config
+    assert (cache.block_size, cache.cache_dtype, cache.swap_space, cache.num_gpu_blocks) == (4, "int8", 1.0, None)
+    assert (scheduler.max_num_seqs, scheduler.policy, scheduler.delay_factor) == (3, "static", 0.0)
+    assert scheduler.max_num_batched_tokens >= scheduler.max_num_seqs and scheduler.max_model_len == 256
+    assert (parallel.world_size, parallel.worker_use_ray) == (2, True)
+    model = config.model_config
+    assert (model.model, model.tokenizer, model.dtype, model.max_model_len) == (*[str(tiny_model)] * 2, "float32", 256)
+    assert model.get_vocab_size() == model.hf_config.vocab_size and model.architecture == "LlamaForCausalLM"
+    assert model.get_hidden_size() == model.hidden_size == model.hf_text_config.hidden_size
+    assert model.get_head_size() == model.head_dim
+    assert (config.device_config.device_type, config.load_config.load_format) == ("cpu", "auto")
+    assert config.decoding_config.guided_decoding_backend == config.structured_outputs_config.backend == "auto"
+    assert config.lora_config is None is config.prompt_adapter_config is config.speculative_config
+    assert config.compilation_config is None and isinstance(cache, CacheConfig)
+    enabled = EngineArgs("m", enable_lora=True, max_lora_rank=8, speculative_config={"method": "ngram"})
+    other = enabled.create_engine_config()
+    assert other.lora_config.max_lora_rank == 8 and other.speculative_config.method == "ngram"
+    assert "max_lora_rank=8" in repr(other.lora_config) and "block_size" in dir(cache)
+    assert {"cache_config", "max_num_seqs"} <= {*dir(config)}
+
+
+def test_parts_are_read_only_and_name_what_was_meant() -> None:
+    config = EngineArgs("m").create_engine_config()
+    for change, said in (
+        (lambda: setattr(config.cache_config, "block_size", 8), r"read-only: .* EngineArgs or LLM \(block_size=8\)"),
+        (lambda: setattr(config, "cache_config", None), "VllmConfig is read-only"),
+        (lambda: config.cache_config.blocksize, "CacheConfig has no 'blocksize'; did you mean 'block_size'"),
+        (lambda: config.cache_config.max_num_seqs, "it is scheduler_config.max_num_seqs"),
+        (lambda: config.cache_configs, "did you mean 'cache_config'"),
+    ):
+        with pytest.raises(AttributeError, match=said):
+            change()
+    with pytest.raises(ConfigError, match=r"made by EngineArgs\(block_size=16\).create_engine_config\(\)"):
+        CacheConfig(block_size=16)
 
 
 @pytest.mark.parametrize(

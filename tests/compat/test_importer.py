@@ -66,6 +66,15 @@ def test_a_name_without_a_counterpart_is_refused_too(name: str) -> None:
     assert str(error.value).endswith(ABSENT_NAMES[name])
 
 
+def test_a_name_that_octavo_lacks_is_told_with_its_module() -> None:
+    import octavo
+
+    for name in sorted(SERVED[""].keys() - {*octavo.__all__}):
+        with pytest.raises(ImportError, match=f"from octavo.compat.vllm import {name}"):
+            exec(f"from octavo import {name}")
+    assert not hasattr(octavo, "NoSuchName")
+
+
 def test_vllm_itself_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     with pytest.raises(RuntimeError, match="imported already"):

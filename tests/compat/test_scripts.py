@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ from octavo.compat.vllm.benchmarks.datasets import (  # type: ignore[import-not-
 from octavo.compat.vllm.config import ProfilerConfig, VllmConfig  # type: ignore[import-not-found]
 from octavo.compat.vllm.engine.arg_utils import AsyncEngineArgs  # type: ignore[import-not-found]
 from octavo.compat.vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
+from octavo.compat.vllm.model_executor.guided_decoding.guided_fields import (  # type: ignore[import-not-found]
+    GuidedDecodingRequest,
+)
 from octavo.compat.vllm.sampling_params import (  # type: ignore[import-not-found]
+    BeamSearchParams,
+    GuidedDecodingParams,
     RequestOutputKind,
     StructuredOutputsParams,
 )
@@ -79,6 +85,53 @@ def test_an_engine_of_arguments_prints_whole_outputs(tiny_model: Path) -> None:
     assert engine.model_config.get_vocab_size() == engine.core.model_config.vocab_size
 
 
+def test_calls_of_older_versions_run(tiny_model: Path) -> None:
+    config = EngineArgs(model=str(tiny_model), **OPTIONS).create_engine_config()
+    engine = LLMEngine.from_vllm_config(config)
+    expected = LLM(str(tiny_model), **OPTIONS).generate({"prompt_token_ids": [70, 71]}, GREEDY)[0].outputs
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        (("0", None, GREEDY, [70, 71]), {}),  # 0.2
+        (("1", "text", GREEDY, [70, 71], time.monotonic()), {}),
+        (("2",), {"inputs": {"prompt_token_ids": [70, 71]}, "params": GREEDY, "arrival_time": time.time()}),  # 0.4
+        (("3", None), {"sampling_params": GREEDY, "prompt_token_ids": [70, 71]}),
+        (("4", [70, 71], GREEDY, time.time()), {"trace_headers": None, "priority": 0, "tokenization_kwargs": None}),
+    ]
+    for args, keywords in calls:
+        engine.add_request(*args, **keywords)
+    assert engine.get_num_unfinished_requests() == len(calls)
+    done = {}
+    while engine.has_unfinished_requests():
+        done.update({output.request_id: output for output in engine.step() if output.finished})
+    assert [done[str(i)].outputs for i in range(len(calls))] == [expected] * len(calls)
+    assert done["1"].prompt == "text"
+    assert all(0 <= each.metrics.finished_time - each.metrics.arrival_time < 60 for each in done.values())
+    assert engine.get_model_config().max_model_len == engine.model_config.max_model_len == 256
+    assert engine.cache_config.num_gpu_blocks == 96 and engine.get_scheduler_config().max_num_seqs > 0
+    assert engine.cache_config.num_cpu_blocks >= 0 and engine.lora_config is None
+    with pytest.raises(AttributeError, match=r"no attribute 'scheduler'; stats\(\) has"):
+        engine.scheduler  # noqa: B018
+    with pytest.raises(InvalidRequestError, match="prompt must be text"):
+        engine.add_request("5", None, GREEDY)
+
+
+def test_arguments_may_have_their_former_places_and_names(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **OPTIONS)
+    expected = [o.outputs for o in llm.generate([[70, 71], [72]], GREEDY)]
+    assert [o.outputs for o in llm.generate(None, GREEDY, [[70, 71], [72]], False, None)] == expected
+    assert llm.chat("hi", GREEDY, False, None, "{{ messages[0].content }}")[0].prompt == "hi"
+    with pytest.raises(TypeError, match="by position: prompt_token_ids, use_tqdm"):
+        llm.generate(None, GREEDY, None, True, None, None, None, None, None)
+    beams = llm.beam_search(["ab"], BeamSearchParams(beam_width=2, max_tokens=3), None, False)
+    assert len(beams[0].sequences) == 2
+    request = GuidedDecodingRequest(guided_regex="[0-9]{3}", guided_decoding_backend="outlines")
+    assert llm.generate("x", SamplingParams(seed=1), guided_options_request=request)[0].outputs[0].text.isdigit()
+    guided = GuidedDecodingParams.from_optional(choice=["yes", "no"], backend="xgrammar")
+    assert llm.generate("x", SamplingParams(guided_decoding=guided))[0].outputs[0].text in ("yes", "no")
+    assert GuidedDecodingParams.from_optional(json=None) is None
+    with pytest.raises(InvalidRequestError, match="did you mean guided_json"):
+        GuidedDecodingRequest(guided_jsn="{}")
+
+
 def test_prefixes_are_dropped_in_the_midst_of_requests(tiny_model: Path) -> None:
     engine = LLM.from_engine_args(EngineArgs(model=str(tiny_model), **OPTIONS)).llm_engine
     long = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -98,6 +151,10 @@ def test_adapters_come_with_requests(tiny_model: Path, tmp_path: Path) -> None:
     args = EngineArgs(model=str(tiny_model), enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=2, **OPTIONS)
     engine = LLMEngine.from_engine_args(args)
     named = [LoRARequest("one", 1, str(adapter)), LoRARequest("two", 2, str(adapter))]
+    older = LoRARequest("three", 3, lora_local_path=str(adapter), long_lora_max_len=None, base_model_name="m")
+    assert (older.lora_path, older.name, older.adapter_id) == (str(adapter), "three", 3)
+    with pytest.raises(TypeError, match="did you mean 'lora_path'"):
+        LoRARequest("four", 4, lora_pth="x")
     done = run(engine, [(PROMPTS[0], GREEDY, None), (PROMPTS[0], GREEDY, named[0]), (PROMPTS[0], GREEDY, named[1])])
     assert done["1"].outputs[0].token_ids == done["2"].outputs[0].token_ids != done["0"].outputs[0].token_ids
 

@@ -48,6 +48,7 @@ IDLE: list[tuple[Options, Options, Options, tuple[str, str]]] = [
         {"preemption_mode": "recompute", "host_prefix_cache": True},
         ("cpu", "cpu"),
     ),
+    ({"state_checkpoint_tokens": 64}, {"enable_prefix_caching": False}, {}, ("cpu", "cpu")),
     ({"jump_forward": True}, {"async_scheduling": True}, {"async_scheduling": False}, ("cpu", "cuda")),
     ({"jump_forward": True}, {}, {}, ("cuda", "cpu")),
 ]

@@ -87,7 +87,7 @@ def test_every_series_of_metrics_has_its_advice_and_every_rule_its_series() -> N
 def test_the_pictures_of_the_pages_are_there_and_say_what_they_show() -> None:
     page = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
     shown = re.findall(r"!\[(.*?)\]\(pictures/(.*?)\)", page)
-    assert len(shown) == 5
+    assert len(shown) == 7
     for text, name in shown:
         assert len(text) > 40
         assert (ROOT / "docs" / "pictures" / name).stat().st_size < 300_000
@@ -107,6 +107,22 @@ def test_the_recordings_of_the_pictures_show_what_the_page_says() -> None:
     system = (("system", 64),)
     shared = pictures.simulated([pictures.item(0, 90, 16, system), pictures.item(4, 80, 20, system)], **small)
     assert sum(len(set(owners)) > 1 for owners in shared.steps[6].held.values()) == 4
+
+
+def test_seven_tokens_go_through_the_blocks_that_the_page_names(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    steps = script("docs_pictures").seven_tokens(tmp_path / "seven.jsonl")
+    assert [[sequence.table for sequence in step.sequences] for step in steps] == [
+        [[1, 0], [1, 0]],
+        [[1, 2], [1, 0]],
+        [[1, 2, 4], [1, 0, 3]],
+    ]
+    assert [step.copies for step in steps] == [[], [(0, 2)], []]
+    assert [len(step.sequences[0].stored) for step in steps] == [7, 8, 9]
+    assert " ".join(steps[0].sequences[1].stored) == "Four score and seven years ago our"
+    recorded = (tmp_path / "seven.jsonl").read_text(encoding="utf-8").splitlines()
+    kept = (ROOT / "docs" / "recordings" / "seven_tokens.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(recorded) == len(kept) == 1 + 1 + 4
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from octavo.config.sources import OPTIONS
+from octavo.lab.bench.policies import scenario_files
 from tests.docs.snippets import PAGES, Block, blocks
 from tests.server.running_server import Running, running
 
@@ -106,6 +107,12 @@ def test_json_is_valid(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in EVERY if block.language in ("yaml", "yml")], ids=name)
-def test_yaml_names_options_that_exist(block: Block) -> None:
-    for key in yaml.safe_load(block.text):
+def test_yaml_names_options_that_exist(block: Block, tmp_path: Path) -> None:
+    content = yaml.safe_load(block.text)
+    if "traffic" in content:
+        (tmp_path / "scenario.yaml").write_text(block.text, encoding="utf-8")
+        [scenario] = scenario_files.load(str(tmp_path / "scenario.yaml"))
+        assert next(iter(scenario.make(1.0, 0))).output_len and scenario.name == content["name"]
+        return
+    for key in content:
         assert key.replace("-", "_") in OPTIONS, f"{name(block)}: there is no option {key}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import re
 import textwrap
@@ -86,6 +87,75 @@ WORKING = [
         return logits
     out = llm.generate("x", SamplingParams(max_tokens=8, ignore_eos=True, logits_processors=[ban]))[0].outputs[0]
     assert min(out.token_ids) >= 100
+    """,
+    # calls of older versions
+    """
+    ids = [[70, 71], [72], [73, 74]]
+    plain = llm.generate([TokensPrompt(prompt_token_ids=each) for each in ids], greedy)
+    for outputs in (
+        llm.generate(prompt_token_ids=ids, sampling_params=greedy),
+        llm.generate(None, greedy, prompt_token_ids=ids),
+        llm.generate(prompt_token_ids=ids, sampling_params=[greedy] * 3, use_tqdm=False),
+        llm.generate(["a", "b", "c"], greedy, prompt_token_ids=ids),
+        [llm.generate(prompt_token_ids=each, sampling_params=greedy)[0] for each in ids],
+    ):
+        assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+        assert [o.prompt_token_ids for o in outputs] == ids
+    assert llm.generate(["a", "b", "c"], greedy, prompt_token_ids=ids)[2].prompt == "c"
+    """,
+    """
+    for guided, matching in (
+        ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'start: "a" "b"', "guided_decoding_backend": "outlines"}, "ab"),
+        ({"guided_json": {"type": "boolean"}}, "true|false"),
+        ({"guided_json": '{"type": "boolean"}', "guided_whitespace_pattern": None}, "true|false"),
+    ):
+        params = SamplingParams(seed=1, max_tokens=20)
+        for given in (params, [params, params]):
+            for output in llm.generate(["x", "y"], given, guided_options_request=guided):
+                assert re.fullmatch(matching, output.outputs[0].text)
+        assert params.structured_outputs is None
+    """,
+    """
+    params = SamplingParams(seed=1, max_tokens=20, guided_decoding={"regex": "[0-9]{3}", "backend": "xgrammar"})
+    assert params.structured_outputs.regex == "[0-9]{3}" and params.guided_decoding is None
+    assert llm.generate("x", params)[0].outputs[0].text.isdigit()
+    """,
+    """
+    old = SamplingParams(
+        n=2, best_of=4, use_beam_search=True, temperature=0, length_penalty=0.5, early_stopping=True, max_tokens=6
+    )
+    new = BeamSearchParams(beam_width=4, length_penalty=0.5, early_stopping=True, max_tokens=6)
+    [output], [expected] = llm.generate(["ab"], old), llm.generate(["ab"], new)
+    assert output.outputs == expected.outputs[:2] and len(expected.outputs) == 4
+    engine = llm.llm_engine
+    engine.add_request("beams", "ab", old)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert outputs[0].outputs == output.outputs
+    widest = llm.generate("ab", SamplingParams(n=3, use_beam_search=True, temperature=0, top_p=1, top_k=-1))[0]
+    assert len(widest.outputs) == 3 and [o.index for o in widest.outputs] == [0, 1, 2]
+    """,
+    "assert BeamSearchParams(beam_width=2, include_stop_str_in_output=False) == BeamSearchParams(beam_width=2)",
+    """
+    engine = llm.llm_engine
+    for name in "abcd":
+        engine.add_request(name, "x", SamplingParams(max_tokens=50, ignore_eos=True))
+    engine.step()
+    assert engine.abort_request("a").outputs[0].finish_reason == "abort"
+    assert [o and o.request_id for o in engine.abort_request(["b", "nothing", "c"])] == ["b", None, "c"]
+    assert engine.abort_request("a") is None and engine.has_unfinished_requests()
+    assert [o.finished for o in engine.abort_request(name for name in "d")] == [True]
+    assert not engine.has_unfinished_requests()
+    """,
+    "assert llm.chat('hi', greedy, False)[0].finished",
+    "assert SamplingParams.from_optional(n=None, top_k=5, max_tokens=None) == SamplingParams(top_k=5, max_tokens=None)",
+    """
+    try:
+        llm.generate("x", priorty=1)
+    except TypeError as error:
+        assert isinstance(error, ValueError) and "priority" in str(error)
     """,
     # outputs
     """
@@ -232,8 +302,39 @@ REFUSED = [
     ("llm.generate(['x'], lora_request=[LoRARequest('a', 1, 'b')] * 2)", "lora_request must be .* not 2 of them"),
     ("llm.generate('x', lora_request=LoRARequest('a', 1, 'b'))", "enable_lora=True"),
     ("llm.chat('x', lora_request=LoRARequest('a', 1, 'b'))", "enable_lora=True"),
-    ("llm.generate(None, prompt_token_ids=[[5, 6]])", "prompt_token_ids.*TokensPrompt"),
-    ("llm.generate('x', guided_options_request={'regex': 'a'})", "guided_options_request must be None"),
+    ("llm.generate(['a', 'b'], prompt_token_ids=[[5, 6]])", "prompts must be .*each of the 1, not 2 of them"),
+    ("llm.generate(prompt_token_ids=7)", "prompt_token_ids must be token ids or a list of them, not 7"),
+    ("llm.generate()", "prompts must be"),
+    ("llm.chat('x', prompt_token_ids=[5])", "prompt_token_ids must be None.*TokensPrompt"),
+    ("llm.generate('x', guided_options_request={'guided_regexp': 'a'})", "unknown field 'guided_regexp'.*guided_regex"),
+    ("llm.generate('x', guided_options_request={'guided_regex': 'a', 'guided_grammar': 'b'})", "exactly one of"),
+    ("llm.generate('x', guided_options_request='a')", "guided_options_request has the unknown field 'str'"),
+    (
+        "llm.generate('x', SamplingParams(structured_outputs={'regex': 'a'}), "
+        "guided_options_request={'guided_regex': 'a'})",
+        "guided_options_request must be left out: there is one",
+    ),
+    ("llm.chat('x', guided_options_request={'guided_regex': 'a'})", r"SamplingParams\(structured_outputs=...\)"),
+    # names
+    ("SamplingParams(temprature=0)", r"SamplingParams\(\) got .* 'temprature'; did you mean 'temperature'"),
+    ("BeamSearchParams(beam_with=2)", "did you mean 'beam_width'"),
+    ("PoolingParams(dimension=2)", "did you mean 'dimensions'"),
+    ("StructuredOutputsParams(regexp='a')", "did you mean 'regex'"),
+    ("llm.generate('x', priorty=1)", r"generate\(\) got .* 'priorty'; did you mean 'priority'"),
+    ("llm.generate('x', sampling_param=greedy)", "did you mean 'sampling_params'"),
+    ("llm.embed('x', truncate_prompt_tokens=4)", "truncate_prompt_tokens must be None, not 4: .*PoolingParams"),
+    ("PoolingParams(normalize=True)", "normalize must be None, not True: its name is use_activation"),
+    ("SamplingParams(priority=2)", "priority must be 0, not 2: it is a keyword of the call"),
+    ("SamplingParams(guided_regex='a')", "guided_regex must be None.*structured_outputs=StructuredOutputsParams"),
+    # beam search as one of the sampling parameters
+    ("SamplingParams(length_penalty=0.5)", "length_penalty is of beam search: it needs use_beam_search=True"),
+    ("SamplingParams(early_stopping=True)", "early_stopping is of beam search"),
+    (
+        "SamplingParams(use_beam_search=True, n=2, early_stopping='soon')",
+        "early_stopping must be True, False or 'never",
+    ),
+    ("SamplingParams(use_beam_search=True, n=2, logprobs=1)", "logprobs must be left out with use_beam_search, not 1"),
+    ("SamplingParams(use_beam_search=True, n=3, best_of=2)", "best_of"),
     ("llm.chat('x', chat_template_content_format='openai')", "chat_template_content_format must be"),
     ("llm.chat('x', continue_final_message=True)", "add_generation_prompt=False"),
     ("llm.chat('x', add_generation_prompt=False, continue_final_message=True, chat_template='a')", "continue_final_me"),
@@ -241,7 +342,8 @@ REFUSED = [
     ("llm.chat('x', chat_template_kwargs={'messages': []})", "chat_template_kwargs.*'messages'"),
     ("llm.chat(3)", "messages must be"),
     ("llm.generate(3)", "prompts must be"),
-    ("SamplingParams(guided_decoding={'regex': 'a'})", "guided_decoding must be None.*structured_outputs"),
+    ("SamplingParams(guided_decoding={'regexp': 'a'})", "structured_outputs.*'regexp'.*regex"),
+    ("SamplingParams(guided_decoding={'regex': 'a'}, structured_outputs={'regex': 'a'})", "guided_decoding.*give one"),
     ("SamplingParams(structured_outputs={'regexp': 'a'})", "structured_outputs.*'regexp'"),
     ("SamplingParams(spaces_between_special_tokens=False)", "spaces_between_special_tokens must be True"),
     ("SamplingParams(truncate_prompt_tokens=0)", "truncate_prompt_tokens"),
@@ -265,6 +367,7 @@ def names(tiny_model: Path) -> dict[str, Any]:
     return {
         **public,
         "math": math,
+        "re": re,
         "torch": torch,
         "model": str(tiny_model),
         "llm": LLM(str(tiny_model), **OPTIONS),
@@ -393,3 +496,10 @@ def test_an_asynchronous_engine_is_a_context(tiny_model: Path) -> None:
             llm.check_alive()
 
     asyncio.run(converse())
+
+
+def test_hints_name_parameters_of_methods() -> None:
+    from octavo.core.request import METHOD_PARAMETERS
+
+    methods = (LLM.generate, LLM.chat, LLM.encode, LLM.embed)
+    assert {name for method in methods for name in inspect.signature(method).parameters} >= METHOD_PARAMETERS

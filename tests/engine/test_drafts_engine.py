@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,13 @@ def test_whatever_a_drafter_does(
         assert max(drafted) > 0 and (accepted == drafted) == (kind != "rubbish")
         stats = llm.llm_engine.core.scheduler.stats().speculation
         assert stats is not None and (stats.draft_tokens, stats.accepted_tokens) == (sum(drafted), sum(accepted))
+        positions = itertools.zip_longest(*(o.metrics.accepted_per_position for o in found), fillvalue=0)
+        totals = [*map(sum, positions)]
+        assert totals == stats.accepted_per_position[: len(totals)]
+        for each in (o.metrics for o in found):
+            assert list(each.drafted_per_position) == sorted(each.drafted_per_position, reverse=True)
+            pairs = zip(each.drafted_per_position, each.accepted_per_position, strict=False)
+            assert all(accepted <= drafted for drafted, accepted in pairs)
 
 
 def test_logprobs_of_a_prompt_whose_last_chunk_is_computed_beside_drafts(tiny_model: Path) -> None:

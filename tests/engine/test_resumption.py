@@ -120,4 +120,7 @@ def test_counts_go_on_too(tiny_model: Path) -> None:
         assert last.first_scheduled_time == first.first_scheduled_time
         assert last.num_cached_tokens == first.num_cached_tokens
         assert last.num_preemptions == first.num_preemptions + 1
-        assert last.num_draft_tokens >= first.num_draft_tokens
+        for counts in ("drafted_per_position", "accepted_per_position"):
+            now = getattr(last, counts)
+            assert len(now) >= len(getattr(first, counts))
+            assert all(count >= earlier for count, earlier in zip(now, getattr(first, counts), strict=False))

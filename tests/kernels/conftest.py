@@ -62,6 +62,11 @@ class RebuiltKernels:
         (module,) = Path(target).glob("_cpu*.so")
         return module
 
+    def tests(self) -> list[Path]:
+        """The tests of the compiled kernels on each instruction set."""
+        here = Path(__file__).parent
+        return [*sorted(here.glob("test_cpu_*.py")), here / "test_gated_delta.py", here / "test_states.py"]
+
     def run_tests(self, module: Path, tests: list[Path], environment: dict[str, str]) -> str:
         """Runs these tests, all but the slow ones, with the module; returns what was printed.
 

@@ -284,6 +284,34 @@ def test_experts_with_biases_and_a_clamped_activation(cpu: Any, quantization: st
     torch.testing.assert_close(found, run(plain, arguments), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, "int8"), (torch.float32, "int4")],
+)
+def test_experts_without_gates(cpu: Any, dtype: torch.dtype, quantization: str | None) -> None:
+    """On every instruction set; the squares of relu, as in Nemotron 3."""
+    ups = [random(72, 96, seed=80 + i).to(dtype) for i in range(5)]
+    downs = [random(40, 72, seed=90 + i).to(dtype) for i in range(5)]
+    first = [cpu.pack([matrix], quantization=quantization) for matrix in ups]
+    second = [cpu.pack([matrix], quantization=quantization, pieces=4) for matrix in downs]
+    experts = cpu.pack_experts(first, second, activation="relu2")
+    x, chosen, weights, _ = rows(33, 96, 5, 2, dtype)
+    add = random(33, 40, seed=7)
+    arguments = [x, chosen, weights, add]
+    expected = add.double()
+    for row, slot in product(range(33), range(2)):
+        expert = chosen[row, slot]
+        inner = (ups[expert].double() @ x[row].double()).relu() ** 2
+        expected[row] += weights[row, slot].double() * (downs[expert].double() @ inner)
+    found = run(experts, arguments)
+    near = 1e-5 if dtype == torch.float32 else 0.01
+    near = 0.1 if quantization == "int4" else 0.02 if quantization else near
+    assert float((found - expected).square().mean().sqrt()) < near * float(expected.std())
+    assert torch.equal(run(experts, arguments, slice(7, 9)), found[7:9])
+    plain = run(PlainExperts(first, second, "relu2"), arguments)
+    torch.testing.assert_close(found, plain, atol=1e-4 * float(expected.std()), rtol=0)
+
+
 def test_biases_of_experts_are_weighted(kernels: Any) -> None:
     _, chosen, weights, add = rows(9, 37, 6, 3)
     bias = random(6, 37, seed=5)

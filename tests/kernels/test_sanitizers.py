@@ -37,6 +37,6 @@ def test_the_kernel_tests_pass_with_every_access_checked(rebuilt_kernels: Any) -
         "ASAN_OPTIONS": f"detect_leaks=0:allocator_may_return_null=1:log_path={reports}",
         "UBSAN_OPTIONS": f"print_stacktrace=1:log_path={reports}",
     }
-    printed = rebuilt_kernels.run_tests(module, sorted(Path(__file__).parent.glob("test_cpu_*.py")), environment)
+    printed = rebuilt_kernels.run_tests(module, rebuilt_kernels.tests(), environment)
     for isa in {*isas.floats, *isas.integers}:
         assert f"[{isa}" in printed, f"no test ran with the instruction set {isa}"

@@ -473,6 +473,41 @@ def test_gguf_adapters_are_those_of_peft(tmp_path: Path, llama: AdapterTargets) 
             assert all(np.array_equal(x, y) for x, y in zip(matrices, theirs[layer][part], strict=True))
 
 
+def test_gguf_adapters_of_gated_delta_networks_are_those_of_peft(tmp_path: Path) -> None:
+    """Their files have value heads in another order, and queries with their gates."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8}
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "linear_value_head_dim": 8, "head_dim": 8}
+    targets = make_targets(tmp_path / "model", {**LLAMA, **sizes, **kinds, "architectures": ["Qwen3_5ForCausalLM"]})
+    heads = [3 * key + value for value in range(3) for key in range(2)]
+    values = np.concatenate([np.arange(8) + 8 * head for head in heads])
+    modules = {
+        "blk.0.attn_qkv.weight": ("model.layers.0.linear_attn.in_proj_qkv", 80, E),
+        "blk.0.attn_gate.weight": ("model.layers.0.linear_attn.in_proj_z", 48, E),
+        "blk.0.ssm_out.weight": ("model.layers.0.linear_attn.out_proj", E, 48),
+        "blk.1.attn_q.weight": ("model.layers.1.self_attn.q_proj", 2 * Q, E),
+    }
+    tensors: dict[str, np.ndarray] = {}
+    rows: dict[str, np.ndarray] = {}
+    for seed, (source, (module, out, inputs)) in enumerate(modules.items()):
+        made = pair(module, out, inputs, seed=seed)
+        down, up = made.values()
+        tensors |= made
+        if module.endswith("out_proj"):
+            down = np.ascontiguousarray(down[:, values])
+        elif "linear_attn" in module:
+            up = np.concatenate([up[:-48], up[-48:][values]])
+        rows |= gguf_tensors(source, down, up)
+    theirs = weights(write_gguf(tmp_path / "a.gguf", rows, "qwen35"), targets)
+    ours = weights(save(tmp_path / "a", tensors), targets)
+    assert theirs.keys() == ours.keys()
+    assert {part for parts in ours.values() for part in parts} == {
+        *("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "q_proj", "gate_proj", ""),
+    }
+    for layer, parts in ours.items():
+        for part, matrices in parts.items():
+            assert all(np.array_equal(x, y) for x, y in zip(matrices, theirs[layer][part], strict=True)), part
+
+
 def test_quantised_gguf_adapters_are_read(tmp_path: Path, llama: AdapterTargets) -> None:
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize

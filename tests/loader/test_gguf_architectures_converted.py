@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo import LLM, SamplingParams
 from tests.loader.conftest import MERGES, byte_level_tokens
-from tests.loader.test_gguf_architectures import CASES, ROPE, SHAPE, YARN, make_model
+from tests.loader.test_gguf_architectures import CASES, ROPE, SHAPE, YARN, checkpoints, make_model
+from tests.models.zoo import rename_tensors
 
 CHECKOUT = os.environ.get("LLAMA_CPP_CHECKOUT", "")
 pytestmark = [
@@ -57,6 +60,12 @@ LLAMA3 = ROPE | {"rope_type": "llama3", "factor": 8.0, "original_max_position_em
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 #: Cases that are converted with fused matrices.
 FUSED = {"llama, fused": ("llama", "Llama", SHAPE), "qwen3, fused": ("qwen3", "Qwen3", SHAPE)}
+#: The converter multiplies matrices by them.
+FACTORS = {
+    **{"attention_in_multiplier": 0.5, "attention_out_multiplier": 1.5, "key_multiplier": 0.75},
+    **{"ssm_in_multiplier": 0.5, "ssm_out_multiplier": 2.0, "ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 2.0]},
+    **{"mlp_multipliers": [0.5, 2.0], "embedding_multiplier": 3.0, "lm_head_multiplier": 0.25},
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "Llama", SHAPE),
     "llama 3": ("llama", "Llama", SHAPE | {"rope_parameters": LLAMA3, "head_dim": 32}),
@@ -66,6 +75,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     # The converter does not know GPT-J, and that of GPT-NeoX does not read what transformers 5 has saved.
     **{name: case for name, case in CASES.items() if not name.startswith(("gptj", "gptneox", "stablelm 12b"))},
     **FUSED,
+    "falcon-h1, factors": ("falcon-h1", "FalconH1", CASES["falcon-h1"][2] | FACTORS),
 }
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 _HALF = _ROPE | {"partial_rotary_factor": 0.5}
@@ -83,14 +93,32 @@ NOT_WRITTEN: dict[str, dict[str, Any]] = {
 HUNYUAN = {"moe_topk": 2, "num_shared_expert": 1, "moe_intermediate_size": SHAPE["intermediate_size"]}
 #: Fields of published config.json that transformers 5 leaves out, and the converter needs.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_rotary_emb": 8},
     "cohere2": {"rotary_pct": 1.0},
     "deepseek v3": {"scoring_func": "sigmoid"},
+    **{key: {"head_dim": 16} for key in ("falcon-h1", "falcon-h1, factors")},
     "gpt2": {"n_ctx": 128},
+    **{key: {"layer_types": ["mamba", "attention"]} for key in ("granite 4", "granite 4, dense")},
     "hunyuan-moe": {name: [value] * 2 for name, value in HUNYUAN.items()},
+    "kimi-linear": {
+        "first_k_dense_replace": 1,
+        "linear_attn_config": {
+            **{"full_attn_layers": [2], "kda_layers": [1, 3]},
+            **{"short_conv_kernel_size": 4, "head_dim": 24, "num_heads": 4},
+        },
+        "moe_router_activation_func": "sigmoid",
+    },
+    # Without this name, the converter takes it for a model without experts.
+    "nemotron-h": {"num_experts_per_tok": None, "hybrid_override_pattern": "M-*", "layers_block_type": None},
     "phimoe": {
         "architectures": ["PhiMoEForCausalLM"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": 128},
     },
+}
+
+#: Tensors of published models that transformers 5 saves under other names: a pattern, and the name.
+RENAMED = {
+    "kimi-linear": (r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj."),
 }
 
 
@@ -108,6 +136,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     for name, (_, family, settings) in MODELS.items():
         make_model(family, settings | NOT_WRITTEN.get(name, {})).save_pretrained(root / name)
         edit_config(root / name, **PUBLISHED.get(name, {}))
+        if name in RENAMED:
+            rename_tensors(root / name, partial(re.sub, *RENAMED[name]))
         wrapped.save_pretrained(root / name)
         fused = ["--fuse-qkv"] if name in FUSED else []
         calls.append([str(root / name), "--outfile", str(root / f"{name}.gguf"), "--outtype", "f32", *fused])
@@ -121,7 +151,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 def edit_config(folder: Path, **fields: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
+    changed = {name: value for name, value in (config | fields).items() if fields.get(name, 0) is not None}
+    (folder / "config.json").write_text(json.dumps(changed))
 
 
 def _merges() -> list[tuple[str, str]]:
@@ -146,7 +177,8 @@ def test_a_converted_file_answers_as_its_folder(
     root, errors = converted
     if name in errors:
         pytest.fail(f"the converter failed: {errors[name]}")
-    tokens, logprobs = answer(root / f"{name}.gguf")
-    wanted, expected = answer(root / name)
+    file = root / f"{name}.gguf"
+    tokens, logprobs = answer(file, **checkpoints(file))
+    wanted, expected = answer(root / name, **checkpoints(file))
     assert tokens == wanted
     assert logprobs == pytest.approx(expected, abs=1e-4)

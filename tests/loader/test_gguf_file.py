@@ -317,7 +317,15 @@ def test_the_file_type_is_told(tmp_path: Path, tiny_llama: Any) -> None:
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "longrope"),
         ({"llama.attention.head_count_kv": [2, 4]}, "differs between layers"),
         ({"general.architecture": "mpt"}, "'mpt' is not supported; supported: llama, .*gemma3"),
-        ({"general.architecture": "mamba"}, "GGUF architecture 'mamba' is not supported: state-space layers are not"),
+        (
+            {"general.architecture": "lfm2", "lfm2.block_count": 2, "lfm2.attention.head_count_kv": [2, 4]},
+            r"lfm2\.attention\.head_count_kv must have one number of KV heads, or 0, for each layer, not \[2, 4\]",
+        ),
+        (
+            {"general.architecture": "lfm2", "lfm2.block_count": 1, "lfm2.attention.head_count_kv": "two"},
+            r"must have one number of KV heads, or 0, for each layer, not \['two'\]",
+        ),
+        ({"general.architecture": "rwkv7"}, "GGUF architecture 'rwkv7' is not supported: state-space layers are not"),
         ({"general.architecture": "starcoder"}, "'starcoder' is not supported; the nearest is 'starcoder2'"),
     ],
 )

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Q
 
 from octavo.core.dtypes import DType
@@ -115,3 +116,21 @@ def test_the_source_of_a_model_is_its_file(tmp_path: Path, file: Path, folder: P
     assert gguf_source(str(file)) == file
     assert gguf_source(str(folder)) is None
     assert gguf_source("owner/name") is None
+
+
+@pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_0, Q.Q4_K])
+def test_columns_in_another_order(kind: Q) -> None:
+    """In the file's blocks where the order keeps them, else in 8 bits."""
+    rows = GGUFRows(kind.name, random_blocks(np.random.default_rng(0), kind, 5, 1024), 1024, GGML_QUANT_SIZES[kind][0])
+    for unit in (256, 128):
+        order = np.arange(1024).reshape(-1, 2, unit).swapaxes(0, 1).ravel()
+        wanted, got = rows.dequantize()[:, order], rows.reorder_columns(order)
+        assert got.shape == (5, 1024)
+        if unit >= rows.block:
+            assert got.kind == kind.name
+            assert np.array_equal(got.dequantize(), wanted)
+        else:
+            assert got.kind == "Q8_0"
+            greatest = np.abs(wanted.reshape(5, -1, 32)).max(2)
+            errors = np.abs(got.dequantize() - wanted).reshape(5, -1, 32).max(2)
+            assert (errors <= greatest * (0.6 / 127)).all()

@@ -76,6 +76,25 @@ def refusal(folder: Path, gguf: Path | None = None) -> str:
             "has 80 rows, expected 96 = 48 (q_proj) + 24 (k_proj) + 24 (v_proj): config.json has num_attention_heads * "
             "head_dim = 6 * 8 = 48, num_key_value_heads * head_dim = 3 * 8 = 24",
         ),
+        (
+            "OlmoHybridForCausalLM",
+            {"linear_key_head_dim": 8, "linear_value_head_dim": 16},
+            "model.layers.0.linear_attn.k_proj.weight",
+            "its shape is [32, 48], expected [16, 48]: config.json has linear_num_key_heads * linear_key_head_dim = "
+            "2 * 8 = 16, the tensor 32",
+        ),
+        (
+            "Mamba2ForCausalLM",
+            {"num_heads": 2, "head_dim": 48},
+            "backbone.layers.0.mixer.A_log",
+            "its shape is [4], expected [2]: config.json has num_heads = 2, the tensor 4",
+        ),
+        (
+            "JambaForCausalLM",
+            {"mamba_dt_rank": 5},
+            "model.layers.0.mamba.dt_layernorm.weight",
+            "its shape is [3], expected [5]: config.json has mamba_dt_rank = 5, the tensor 3",
+        ),
     ],
 )
 def test_a_field_and_the_tensor_that_contradicts_it(

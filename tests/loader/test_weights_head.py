@@ -64,11 +64,14 @@ SHARED = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
 }
+MIXER = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 16, "mamba_chunk_size": 8}
+SCAN = {name: value for name, value in SMALL.items() if name in ("vocab_size", "hidden_size", "num_hidden_layers")}
 GPT2 = {"vocab_size": 101, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 96, "n_inner": 80}
 #: By architecture of the registry, the values of a small configuration.
 DECODERS: dict[str, dict[str, Any]] = {
     "ApertusForCausalLM": GROUPED,
     "ArceeForCausalLM": GROUPED,
+    "BambaForCausalLM": {**GROUPED, **MIXER, "attn_layer_indices": [1]},
     "BloomForCausalLM": {"vocab_size": 101, "hidden_size": 48, "n_layer": 2, "n_head": 6},
     "Cohere2ForCausalLM": GROUPED,
     "CohereForCausalLM": GROUPED,
@@ -81,6 +84,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Ernie4_5_MoeForCausalLM": {**GROUPED, "moe_intermediate_size": 32, "moe_num_experts": 4, "moe_k": 2},
     "Exaone4ForCausalLM": GROUPED,
     "FalconForCausalLM": SMALL,
+    "FalconH1ForCausalLM": {**GROUPED, **MIXER, "mamba_d_ssm": 96},
+    "FalconMambaForCausalLM": SCAN,
     "FlexOlmoForCausalLM": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,
@@ -97,16 +102,23 @@ DECODERS: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "GraniteForCausalLM": GROUPED,
     "GraniteMoeForCausalLM": {**GROUPED, "num_local_experts": 4},
+    "GraniteMoeHybridForCausalLM": {
+        **{**GROUPED, **MIXER, "layer_types": ["linear_attention", "full_attention"]},
+        **{"num_local_experts": 4, "shared_intermediate_size": 32},
+    },
     "GraniteMoeSharedForCausalLM": {**GROUPED, "num_local_experts": 4, "shared_intermediate_size": 32},
     "HeliumForCausalLM": {**GROUPED, "head_dim": 8},
     "HunYuanDenseV1ForCausalLM": {**GROUPED, "head_dim": 8},
     "HunYuanMoEV1ForCausalLM": {**GROUPED, "num_experts": 4, "moe_topk": 2, "head_dim": 8},
     "HyperCLOVAXForCausalLM": GROUPED,
     "Jais2ForCausalLM": GROUPED,
+    "JambaForCausalLM": {**GROUPED, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2ForCausalLM": {**GROUPED, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     "Lfm2MoeForCausalLM": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Llama4ForCausalLM": {**GROUPED, "num_local_experts": 4, "intermediate_size_mlp": 64, "head_dim": 8},
     "LlamaForCausalLM": GROUPED,
+    "Mamba2ForCausalLM": {**SCAN, "num_heads": 4, "head_dim": 24, "n_groups": 2, "state_size": 16, "chunk_size": 8},
+    "MambaForCausalLM": SCAN,
     "MiniMaxM2ForCausalLM": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "Ministral3ForCausalLM": {**GROUPED, "head_dim": 8},
     "MinistralForCausalLM": {**GROUPED, "head_dim": 8},
@@ -117,6 +129,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Olmo2ForCausalLM": GROUPED,
     "Olmo3ForCausalLM": GROUPED,
     "OlmoForCausalLM": GROUPED,
+    "OlmoHybridForCausalLM": {name: value for name, value in HYBRID.items() if name != "head_dim"},
     "OlmoeForCausalLM": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
     "Phi3ForCausalLM": GROUPED,
     "PhiForCausalLM": SMALL,
@@ -137,6 +150,8 @@ DECODERS: dict[str, dict[str, Any]] = {
     "StableLmForCausalLM": GROUPED,
     "Starcoder2ForCausalLM": GROUPED,
 }
+#: Decoders whose heads transformers never ties.
+UNTIED = {"KimiLinearForCausalLM", "NemotronHForCausalLM"}
 PROMPT = [3, 17, 99, 42, 8, 61, 100, 5]
 
 
@@ -296,7 +311,8 @@ def test_the_head_of_an_encoder_decoder(architecture: str, tmp_path: Path) -> No
 def test_every_decoder_of_the_registry_is_tested() -> None:
     names = (name for name in NETWORKS if name.endswith(("ForCausalLM", "LMHeadModel")))
     decoders = {name for name in names if hasattr(transformers, name)}
-    assert decoders == set(DECODERS)
+    assert decoders == set(DECODERS) | UNTIED
+    assert not any(getattr(transformers, name)._tied_weights_keys for name in UNTIED)
 
 
 @pytest.mark.parametrize("architecture", DECODERS)

@@ -98,11 +98,6 @@ def test_a_fork_of_a_beginning_that_has_left_the_window_is_refused() -> None:
     assert [(c.group, c.index) for c in changes] == [(0, 5), (1, 5)]
 
 
-def test_a_host_cache_wants_one_group() -> None:
-    with pytest.raises(ConfigError, match="works with one group of KV layers, but the model has 2"):
-        BlockManager([GroupBlocks(2), GroupBlocks(2)], 4, prefix_caching=True, host_cache=True)
-
-
 # --- admission ------------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +296,21 @@ def test_one_sequence_of_the_longest_length_fits_with_its_states(memory: int) ->
     manager = BlockManager(sizes, 4, max_num_batched_tokens=8)
     assert manager.can_allocate(manager.demand(manager.blocks_for(longest))) is AllocStatus.OK
     assert counts[1] <= 2 * window_blocks(2, 32) + 1, "no more states than all sequences can use"
+
+
+@pytest.mark.parametrize("length", [1, 31, 64, 130])
+def test_states_of_one_sequence_are_counted_by_their_own_blocks(length: int) -> None:
+    """However few states a pool has, a sequence fits whose states it holds."""
+    layout = KVLayout([GroupShape(30), GroupShape(900, 2, 32)], 4, max_num_seqs=1, max_num_batched_tokens=200)
+    tokens, states = layout.held(length)
+    assert states == -(-length // 32)
+    for short in (0, 1):
+        sizes = [GroupBlocks(tokens), GroupBlocks(states - short, window=2, state_tokens=32)]
+        manager = BlockManager(sizes, 4, max_num_batched_tokens=200)
+        never = manager.can_allocate(manager.demand(manager.blocks_for(length))) is AllocStatus.NEVER
+        assert never == bool(short)
+    forks = manager.demand(manager.blocks_for(length) + 3, own_blocks=3)
+    assert manager.groups[1].needed(forks) >= states - 1 + 3, "each fork has a state of its own"
 
 
 @pytest.mark.parametrize("num_bytes", range(0, 6000, 77))

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,7 +27,21 @@ from octavo.memory.prefix_cache import FeatureSpan, PrefixMatch
 
 #: Group, salt, and all tokens up to a position, those of a feature with its key and their place in it.
 Entry = tuple[int, str, tuple[object, ...]]
-Block = list[Entry | None]
+
+
+class State(NamedTuple):
+    """A block of a recurrent state: after the token at ``position``, and after each draft token behind it."""
+
+    position: int
+    entries: list[Entry]
+
+    def after(self, position: int) -> Entry | None:
+        """None: the state cannot be cut back so far, or has not come so far."""
+        index = position - self.position
+        return self.entries[index] if 0 <= index < len(self.entries) else None
+
+
+Block = list[Entry | State | None]
 
 MAX_SEQUENCES = 6
 #: Mostly alike, so that prefixes are found: all zeros but for one token at most.
@@ -77,6 +92,9 @@ class Sequence:
     after: int | None = None
     writes: bool = False
     forked: bool = False
+    #: This step: draft tokens at the end of those computed, and those of them that are accepted.
+    drafts: int = 0
+    accepted: int = 0
     #: Some of its blocks may come by the moves of this step.
     arrives: bool = False
 
@@ -139,7 +157,7 @@ class MemoryMachine(RuleBasedStateMachine):
             block_size,
             max_num_batched_tokens=3 * block_size,
             prefix_caching=prefix_caching,
-            host_cache=host_cache and len(sizes) == 1,
+            host_cache=host_cache,
         )
         self.prefix_caching = prefix_caching
         self.block_size = block_size
@@ -148,6 +166,7 @@ class MemoryMachine(RuleBasedStateMachine):
         #: By name, a sequence with the tokens of a pinned prefix, all computed.
         self.pinned: dict[str, Sequence] = {}
         self.next_id = 0
+        self.was_reset = False
         self.start([0] * (2 * block_size), "", [])
         self.turn(0, 2 * block_size)
 
@@ -181,13 +200,17 @@ class MemoryMachine(RuleBasedStateMachine):
         index, offset = divmod(position, kv_group.block_size)
         return index, 0 if kv_group.has_states else offset
 
+    def content(self, group: int, block: Block, position: int) -> Entry | None:
+        """The entry of a position in its block, or the state after it."""
+        found = block[self.cell(group, position)[1]]
+        return found.after(position) if isinstance(found, State) else found
+
     def table_lens(self, num_tokens: int) -> list[int]:
         return [-(-num_tokens // group.block_size) for group in self.manager.groups]
 
-    def cached_length(self, count: int) -> int:
-        """Of so many tokens, those before the last state that the prefix cache may have."""
-        step = max((group.block_size for group in self.manager.groups if group.has_states), default=1)
-        return count // step * step
+    @property
+    def has_states(self) -> bool:
+        return any(group.has_states for group in self.manager.groups)
 
     def first_read(self, group: int, computed: int) -> int:
         """The first position that is read when more than the computed tokens are."""
@@ -246,6 +269,21 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(picks=PICKS, count=st.integers(1, 9), token=st.integers(0, 1))
     def grow(self, picks: list[int], count: int, token: int) -> None:
         self.grow_group(self.pick(picks, lambda s: not s.swapped and s.after is None), count, token)
+
+    @rule(pick=PICK, count=st.integers(1, 6), accepted=st.integers(0, 6), token=st.integers(0, 1))
+    def draft(self, pick: int, count: int, accepted: int, token: int) -> None:
+        """A decode with draft tokens, some of which are accepted when the step is done."""
+        for sequence in self.pick([pick], lambda s: not s.swapped and s.after is None and len(s.token_ids) > 0):
+            if len(sequence.token_ids) - sequence.computed > 1:
+                return
+            if sequence.computed == len(sequence.token_ids):
+                sequence.token_ids.append(token)
+            sequence.token_ids += [token] * count
+            self.grow_group([sequence], 1 + count, token)
+            if sequence.after is None:
+                del sequence.token_ids[-count:]
+            else:
+                sequence.drafts, sequence.accepted = count, min(accepted, count)
 
     def grow_group(self, group: list[Sequence], count: int, token: int) -> None:
         writes = []
@@ -370,7 +408,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, token=st.integers(0, 1))
     def fork(self, pick: int, token: int) -> None:
-        for parent in self.pick([pick], lambda s: not s.swapped and bool(s.tables[0])):
+        for parent in self.pick([pick], lambda s: not s.swapped and bool(s.tables[0]) and not s.drafts):
             if not self.make_room() or parent.seq_id not in self.sequences:
                 return
             after = parent.computed if parent.after is None else parent.after
@@ -393,7 +431,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 child.arrives = parent.arrives
                 continue
             child.computed = 0
-            assert computed != self.cached_length(computed) or any(
+            assert any(computed % group.block_size for group in self.manager.groups) or any(
                 NO_BLOCK
                 in group.tables[parent.seq_id][
                     self.first_read(number, computed) // group.block_size : computed // group.block_size
@@ -454,6 +492,27 @@ class MemoryMachine(RuleBasedStateMachine):
             sequence.seq_id, sequence.token_ids, sequence.computed, sequence.salt, sequence.features
         )
 
+    @rule(picks=PICKS, of_prompt=st.booleans())
+    def end_turn(self, picks: list[int], of_prompt: bool) -> None:
+        """A prompt or an answer ends: its tokens are found whole, also in the middle of a block."""
+        for sequence in self.pick(picks, lambda s: not s.swapped and s.after is None):
+            arguments = sequence.token_ids, sequence.computed, sequence.salt, sequence.features
+            registered = self.manager.prefixes.register_end(sequence.seq_id, *arguments, of_prompt=of_prompt)
+            assert registered or not (self.prefix_caching and self.has_states and sequence.tables[0]) or self.was_reset
+            # Others may have had a block of this content, and lost it since; and the window before the last block may
+            # reach further back than that of the next token.
+            full = sequence.computed // self.block_size
+            if registered and all(
+                all(map(g.device.is_kept, self.held(sequence, n)))
+                and (g.window is None or g.has_states or g.holds_window_at(sequence.seq_id, full))
+                for n, g in enumerate(self.manager.groups)
+            ):
+                assert self.found_length(sequence) == sequence.computed
+
+    def found_length(self, sequence: Sequence) -> int:
+        tokens = [*sequence.token_ids[: sequence.computed], 2]
+        return self.look_up(tokens, sequence.salt, sequence.features).num_tokens
+
     @rule(pick=PICK, name=st.sampled_from("ab"))
     def pin(self, pick: int, name: str) -> None:
         if name in self.pinned:
@@ -462,10 +521,10 @@ class MemoryMachine(RuleBasedStateMachine):
         for sequence in self.pick([pick], self.can_pin):
             count = sequence.computed
             last, rest = divmod(count, self.block_size)
-            # A prompt ends in a block of its own, as at least its last token is computed.
+            # A prompt ends in a block of its own, as at least its last token is computed; and in a state of its own.
             of_tokens = [g for g in self.manager.groups if not g.has_states]
             if rest and any(g.device.is_kept(g.tables[sequence.seq_id][last]) for g in of_tokens):
-                count -= rest
+                count = 0 if self.has_states else count - rest
             if not count:
                 continue
             tokens = sequence.token_ids[:count]
@@ -495,6 +554,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def reset(self, really: int) -> None:
         if really == 9:
             self.manager.reset_prefix_cache()
+            self.was_reset = True
             assert self.manager.state.cached == 0
 
     @rule(probe=TOKENS, salt=SALTS, features=st.sampled_from(FEATURES), register=st.sampled_from([True, True, False]))
@@ -507,12 +567,24 @@ class MemoryMachine(RuleBasedStateMachine):
                 for position in range(sequence.computed, sequence.after):
                     for group, table in enumerate(sequence.tables):
                         index, offset = self.cell(group, position)
-                        self.worker.device[table[index]][offset] = sequence.entry(group, position)
+                        entry: Entry | State = sequence.entry(group, position)
+                        if self.manager.groups[group].has_states:
+                            last = min(position, sequence.after - sequence.drafts - 1)
+                            after = range(last, sequence.after)
+                            entry = State(last, [sequence.entry(group, place) for place in after])
+                        self.worker.device[table[index]][offset] = entry
         self.check_contents()  # what the tokens of this step read, too
         for sequence in self.sequences.values():
             if sequence.after is not None:
-                sequence.computed = sequence.after
-            sequence.after = None
+                sequence.computed = sequence.after - sequence.drafts + sequence.accepted
+            if sequence.drafts:
+                del sequence.token_ids[sequence.computed :]
+                self.manager.shrink(sequence.seq_id, sequence.computed)
+                sequence.tables = [
+                    table[:count]
+                    for table, count in zip(sequence.tables, self.table_lens(sequence.computed), strict=True)
+                ]
+            sequence.after, sequence.drafts, sequence.accepted = None, 0, 0
             sequence.writes = sequence.forked = sequence.arrives = False
             if register:
                 self.register_one(sequence)
@@ -521,7 +593,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.check_pinned()
         self.check_cached(probe, salt, features)
         for sequence in self.sequences.values():
-            self.check_cached(sequence.token_ids, sequence.salt, sequence.features)
+            self.check_cached([*sequence.token_ids, 0], sequence.salt, sequence.features)
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
@@ -535,8 +607,8 @@ class MemoryMachine(RuleBasedStateMachine):
                     if kv_group.has_states and not before and sequence.after is not None:
                         positions = [sequence.after - 1, *(positions if end % kv_group.block_size == 0 else [])]
                     for position in positions:
-                        index, offset = self.cell(group, position)
-                        assert self.worker.device[table[index]][offset] == sequence.entry(group, position)
+                        block = self.worker.device[table[self.cell(group, position)[0]]]
+                        assert self.content(group, block, position) == sequence.entry(group, position)
 
     def check_references(self) -> None:
         swapped = [s.seq_id for s in self.sequences.values() if s.swapped]
@@ -555,12 +627,10 @@ class MemoryMachine(RuleBasedStateMachine):
         """A pinned prefix is found whole, on the device, with its own contents."""
         for name, prefix in self.pinned.items():
             found = self.look_up([*prefix.token_ids, 2], prefix.salt, [])
-            assert found.num_tokens == self.cached_length(prefix.computed)
+            assert found.num_tokens == prefix.computed
             for group, hits in zip(self.manager.groups, found.hits, strict=True):
                 blocks = [hit.block for hit in hits if hit is not None]
                 pinned = self.manager.pinned._blocks[name][group.number]
-                if found.num_tokens < prefix.computed and not group.has_states:
-                    continue  # found up to a state only
                 full = len(pinned) - (prefix.computed % self.block_size > 0 and not group.has_states)
                 assert (
                     not full or blocks[-len(pinned) :][:full] == pinned[:full]
@@ -573,11 +643,10 @@ class MemoryMachine(RuleBasedStateMachine):
         found = self.look_up(token_ids, salt, wanted.features)
         for number, group in enumerate(self.manager.groups):
             for position in range(self.first_read(number, found.num_tokens), found.num_tokens):
-                index, offset = self.cell(number, position)
-                hit = found.hits[number][index]
+                hit = found.hits[number][self.cell(number, position)[0]]
                 assert hit is not None
                 blocks = self.worker.device if hit.pool is group.device else self.worker.host
-                assert blocks[hit.block][offset] == wanted.entry(number, position)
+                assert self.content(number, blocks[hit.block], position) == wanted.entry(number, position)
 
     @invariant()
     def accounting_is_exact(self) -> None:
@@ -601,8 +670,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.manager.take_moves()
         assert self.manager.num_tables == 0
         assert all(group.device.num_used == group.host.num_used == 0 for group in self.manager.groups)
-        lengths = [self.cached_length(prefix.computed) for prefix in self.pinned.values()]
-        assert not any(lengths) or self.manager.state.pinned > 0
+        assert not self.pinned or self.manager.state.pinned > 0
         self.manager.pinned.clear()
         self.manager.reset_prefix_cache()
         for group in self.manager.groups:
@@ -642,6 +710,10 @@ def run_seed(seed: int, steps: int) -> None:
     operations: list[tuple[int, Callable[[], None]]] = [
         (6, lambda: machine.start(tokens(), salt(), draw.choice(FEATURES))),
         (6, lambda: machine.grow(picks(), draw.randint(1, 6), draw.randint(0, 1))),
+        (
+            3,
+            lambda: machine.draft(draw.randrange(MAX_SEQUENCES), *(draw.randint(*r) for r in ((1, 6), (0, 6), (0, 1)))),
+        ),
         (3, lambda: machine.turn(draw.randint(0, 1), draw.randint(1, 6))),
         (3, lambda: machine.fork(draw.choice(picks()), draw.randint(0, 1))),
         (1, lambda: machine.fork_prefix(draw.choice(picks()), draw.randint(0, 4), tokens())),
@@ -650,6 +722,7 @@ def run_seed(seed: int, steps: int) -> None:
         (1, lambda: machine.pin(draw.choice(picks()), draw.choice("ab"))),
         (4, lambda: machine.swap_in(picks())),
         (1, lambda: machine.register(picks())),
+        (3, lambda: machine.end_turn(picks(), draw.random() < 0.5)),
         (3, lambda: machine.step(tokens(), salt(), draw.choice(FEATURES), draw.random() < 0.7)),
         (1, lambda: machine.reset(draw.randint(0, 9))),
         (1, lambda: machine.free_behind_windows()),

@@ -165,9 +165,9 @@ def test_architecture_from_the_model_type(tmp_path: Path) -> None:
         ({"rope_parameters": {"partial_rotary_factor": 2}}, ConfigError, "at most 1, not 2"),
         ({"eos_token_id": "</s>"}, ConfigError, "eos_token_id must be a token id or a list of them, not '</s>'"),
         (
-            {"architectures": ["MambaForCausalLM"]},
+            {"architectures": ["RwkvForCausalLM"]},
             UnsupportedModelError,
-            "'MambaForCausalLM' is not supported: state-space layers are not supported; supported: .*LlamaForCausalLM",
+            "'RwkvForCausalLM' is not supported: state-space layers are not supported; supported: .*LlamaForCausalLM",
         ),
         ({"architectures": ...}, ConfigError, "it has neither architectures, such as .*, nor model_type"),
         (
@@ -240,7 +240,7 @@ def test_networks_of_unknown_architectures_are_refused() -> None:
     ("name", "says"),
     [
         ("RwkvForCausalLM", "state-space layers are not supported"),
-        ("JambaForCausalLM", "state-space layers are not supported"),
+        ("Zamba2ForCausalLM", "state-space layers are not supported"),
         ("LLaMAForCausalLM", "the nearest are 'LlamaForCausalLM', "),
         ("GPTNeoForCausalLM", "'GPTNeoXForCausalLM'"),
         ("Qwen9ForCausalLM", "'Qwen3ForCausalLM'"),

@@ -10,7 +10,6 @@ import torch
 
 from octavo import SamplingParams
 from octavo.core.dtypes import DType
-from octavo.core.errors import ConfigError
 from tests.models.test_network import tensor_parallel_logits
 from tests.models.zoo import ON_GPU, OUTPUT, PARAMS, PROMPTS, SMALL, Zoo, answer_of, answers, prompts_of
 
@@ -23,8 +22,6 @@ def test_lfm2(zoo: Zoo) -> None:
 
     config = Lfm2Config(**LFM2, conv_bias=True, block_multiple_of=16)
     zoo(config, tight=TIGHT)
-    with pytest.raises(ConfigError, match="recurrent states"):
-        zoo.engine(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
 
 
 def test_lfm2_moe(zoo: Zoo) -> None:
@@ -65,3 +62,14 @@ def test_1_and_2_tensor_parallel_workers_give_the_same_bits(zoo: Zoo, driver: An
     zoo.save(Lfm2Config(**{**LFM2, **heads, "hidden_size": 256, "intermediate_size": 384}, conv_bias=True))
     one, two = (tensor_parallel_logits(zoo.folder, driver, size, dtype) for size in (1, 2))
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_projections_give_the_same_answers_in_company(zoo: Zoo, quantization: str) -> None:
+    from transformers import Lfm2Config
+
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    zoo.save(Lfm2Config(**{**LFM2, **heads, "hidden_size": 64, "intermediate_size": 96}))
+    engine = zoo.engine(quantization=quantization, **TIGHT)
+    assert answers(engine, PROMPTS) == [answer for prompt in PROMPTS for answer in answers(engine, [prompt])]
+    assert answers(engine, PROMPTS) != answers(zoo.engine(**TIGHT), PROMPTS)

@@ -21,7 +21,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.layer import LayerContext
 from octavo.loader.weights import load_model, make_dummy_model
 from octavo.models.config_files import read_model_config
-from octavo.models.network import Network, build_rank_without_weights, weight_bytes
+from octavo.models.network import Network, build_rank_without_weights, caches_of_stage, weight_bytes
 
 SMALL = {
     "vocab_size": 53,
@@ -48,6 +48,18 @@ def windowed() -> Any:
     return Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1)
 
 
+def two_caches_a_layer() -> Any:
+    from tests.models.test_falcon_h1 import config
+
+    return config(**SMALL)
+
+
+def layers_without_a_cache() -> Any:
+    from tests.models.test_nemotron_h import config
+
+    return config(**SMALL)
+
+
 class Chain:
     """Stages as one network, for the driver."""
 
@@ -68,14 +80,27 @@ class Chain:
         return self.stages[-1].logits(hidden)
 
 
+FAMILIES = [
+    lambda: llama(tied=True),
+    lambda: llama(tied=False),
+    windowed,
+    two_caches_a_layer,
+    layers_without_a_cache,
+]
+
+
 @pytest.mark.parametrize("cuts", [[0, 2, 4], [0, 1, 2, 4]])
-@pytest.mark.parametrize("family", [lambda: llama(tied=True), lambda: llama(tied=False), windowed])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_stages_together_are_the_whole_bit_for_bit(
     cuts: list[int], family: Callable[[], Any], save_model: Callable[..., Any], tmp_path: Path, driver: Any
 ) -> None:
     save_model(family())
     config = read_model_config(tmp_path)
-    stages = [load_model(tmp_path, config, replace(WHOLE, layers=range(first, end))) for first, end in pairwise(cuts)]
+    contexts = [replace(WHOLE, layers=range(first, end)) for first, end in pairwise(cuts)]
+    stages = [load_model(tmp_path, config, context) for context in contexts]
+    caches = [caches_of_stage(config, context) for context in contexts]
+    assert [len(own) for own in caches] == [len(stage.kv_specs) for stage in stages]
+    assert [index for own in caches for index in own] == list(range(len(Chain(stages).kv_specs)))
     expected = driver(load_model(tmp_path, config, WHOLE)).run("s", PROMPT, [7, 1])
     assert torch.equal(driver(Chain(stages)).run("s", PROMPT, [7, 1]), expected)
     names = [{weight.name for weight in stage.weights()} for stage in stages]

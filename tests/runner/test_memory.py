@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from octavo.config.engine_config import EngineConfig, make_config
-from octavo.config.kv_spec import KVLayout, window_blocks
+from octavo.config.kv_spec import GroupShape, KVLayout, window_blocks
 from octavo.config.options import ParallelLayout
 from octavo.core.errors import ConfigError, InsufficientMemoryError
 from octavo.models.config_files import read_model_config
@@ -21,7 +21,7 @@ from octavo.runner.memory import CacheSizing, WorkerShare
 GIB = 1 << 30
 
 
-Groups = Sequence[tuple[int, int | None]]
+Groups = Sequence[tuple[int, int | None] | GroupShape]
 
 
 def options(**values: Any) -> EngineConfig:
@@ -139,6 +139,26 @@ def test_a_long_sequence_needs_windows_only_where_there_are_windows() -> None:
         cache_blocks(options(kv_cache_memory_bytes="64MiB", max_model_len=16384), GIB, 16384, mix)
     longest = memory.cache_size(KVLayout.of(mix, options(), 512), options(gpu_memory_utilization=0.0625), GIB, 10**6)
     assert 2048 < longest.max_model_len < 16384
+
+
+def test_the_states_of_a_sequence_are_in_the_figure_that_is_refused() -> None:
+    """States of 48 MiB after every 512 tokens, beside blocks of 512 KiB."""
+    mix = [GroupShape(1 << 19), GroupShape(48 << 20, 2, 512)]
+    for values, figure in (
+        ({"max_model_len": 4096}, r"sequence of 4096 tokens needs 0\.359 GiB, of which 5 recurrent states take 0\.234"),
+        ({}, r"one block needs 0\.047 GiB, of which 1 recurrent state takes 0\.047 GiB"),
+    ):
+        with pytest.raises(InsufficientMemoryError, match=figure + r".*raise kv_cache_memory_bytes"):
+            cache_blocks(options(kv_cache_memory_bytes="32MiB", **values), GIB, 4096, mix)
+    blocks, states = cache_blocks(options(kv_cache_memory_bytes="900MiB", max_model_len=4096), GIB, 4096, mix)
+    assert blocks >= 256 and states >= 5 and blocks / 2 + states * 48 <= 900
+
+
+def test_checkpoints_of_all_sequences_have_room() -> None:
+    groups = [GroupShape(1 << 10), GroupShape(1 << 20, 2, 512)]
+    assert KVLayout.of(groups, options(), 512).split(GIB, 16384) == [10 * 1024, 10 * (32 + 2)]
+    alone = KVLayout.of(groups, options(enable_prefix_caching=False), 512)
+    assert alone.split(GIB, 16384) == [10 * 1024, 10 * window_blocks(2, 512) + 1], "those of the running sequences"
 
 
 def test_blocks_that_were_asked_for_and_do_not_fit_are_refused_with_the_figures() -> None:

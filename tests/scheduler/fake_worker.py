@@ -1,7 +1,8 @@
 """A worker without a model, and the step loop around it, that check every plan of the scheduler.
 
 A slot of a block holds the *print* of its token: a hash of that token and all before it, as a KV entry depends on them.
-So content that is stale, overwritten or of another sequence is detected where it is read.
+So content that is stale, overwritten or of another sequence is detected where it is read. A block of recurrent states
+has one slot, with a ``StatePrint``.
 
 The worker computes a step when it is submitted, as a device would that runs ahead of its host. Its host knows the
 sampled tokens only when the step has been waited for, and until then nothing may ask it for their ids.
@@ -13,7 +14,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -34,6 +35,8 @@ from octavo.engine.core import StepLoop, _Failed
 from octavo.executor.executor import Executor, PendingStep
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_pool import NO_BLOCK
+from octavo.memory.checkpoints import Checkpoint
+from octavo.memory.kv_group import KVGroup
 from octavo.memory.prefix_cache import ContentIndex, positions
 from octavo.scheduler.groups import BeamSearch, Candidates, SequenceGroup
 from octavo.scheduler.preparations import Preparations, PreparationState
@@ -140,6 +143,37 @@ def hypotheses_alone(request: EngineCoreRequest, max_model_len: int, vocabulary:
         beams = [[*beams[parent], token] for parent, token in step.survivors]
 
 
+class StatePrint(NamedTuple):
+    """A state after the token at ``position``, which was no draft, and what later drafts would change in it."""
+
+    position: int
+    #: Of this token, and of the drafts behind it.
+    prints: list[int]
+
+    def after(self, position: int) -> int | None:
+        """The print of the state after a token; None: it cannot be cut back so far, or has not come so far."""
+        index = position - self.position
+        return self.prints[index] if 0 <= index < len(self.prints) else None
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """What a worker knows of a KV group."""
+
+    window: int | None
+    #: Tokens of a block.
+    size: int
+    has_states: bool
+
+    def slot(self, position: int) -> int:
+        """The place of a token's print in its block."""
+        return 0 if self.has_states else position % self.size
+
+    def first_read(self, num_computed: int) -> int:
+        """The first position that the next token reads."""
+        return 0 if self.window is None else max(0, num_computed - self.window + 1)
+
+
 @dataclass
 class Row:
     """The worker's state of a sequence."""
@@ -232,10 +266,10 @@ class FakeWorker(Executor):
         self.options = options
         self.max_in_flight = 2
         self.block_size = blocks.block_size
-        self.windows = [group.window for group in blocks.groups]
+        self.groups = [GroupView(group.window, group.block_size, group.has_states) for group in blocks.groups]
         device, host = (sum(getattr(g, level).num_blocks for g in blocks.groups) for level in ("device", "host"))
-        self.device: list[list[int | None]] = [[None] * self.block_size for _ in range(device)]
-        self.host: list[list[int | None]] = [[None] * self.block_size for _ in range(host)]
+        self.device: list[list[Any]] = [[None] * self.block_size for _ in range(device)]
+        self.host: list[list[Any]] = [[None] * self.block_size for _ in range(host)]
         self.rows: dict[int, Row] = {}
         self.contexts: dict[int, FakeContext] = {}
         #: By id, of all contexts that ever were: what was read for them, as the scheduler has it.
@@ -430,7 +464,7 @@ class FakeWorker(Executor):
             limit = min(limit, new.num_prompt_tokens + task.max_tokens)
         if isinstance(task, Generate) and task.grammar is not None:
             assert task.grammar.key in self.preparations.prepared and not task.grammar.source
-        tables: list[list[int]] = [[] for _ in self.windows]
+        tables: list[list[int]] = [[] for _ in self.groups]
         known = len(new.token_ids)
         seed = task.seed if isinstance(task, Generate) else 0
         encoder_key = None if new.context is None else self.contexts[new.context].key
@@ -470,7 +504,6 @@ class FakeWorker(Executor):
         rows = sum(1 + len(plan.drafts.get(seq_id, ())) for seq_id in plan.seq_ids) + len(forked_children)
         assert rows <= self.options.token_budget, "more rows of logits than a worker has room for"
         self.preparations.check_computes([self.rows[seq_id].adapter for seq_id in plan.seq_ids])
-        size = self.block_size
         before = {seq_id: row.num_computed for seq_id, row in self.rows.items()}
         self._check_contents(before)
         self._check_contexts()
@@ -492,13 +525,17 @@ class FakeWorker(Executor):
             assert not drafts or end == len(row.tokens), "drafts behind a token that is not computed"
             assert end < row.limit, "the last token is computed, and nothing follows it"
             assert end <= row.known + len(drafts) or count == 1, "only a decode may take a token from the device"
-            for table in row.tables:
-                assert len(table) * size >= end, "tokens without a slot"
+            for group, table in zip(self.groups, row.tables, strict=True):
+                assert len(table) * group.size >= end, "tokens without a slot"
                 for position in range(row.num_computed, end):
-                    slot = table[position // size], position % size
-                    assert slot not in written, "two sequences write into one slot"
+                    slot = table[position // group.size], group.slot(position)
+                    assert written.get(slot, seq_id if group.has_states else -1) in (-1, seq_id)
                     written[slot] = seq_id
-                    self.device[slot[0]][slot[1]] = row.prints[position]
+                    value: Any = row.prints[position]
+                    if group.has_states:
+                        last = min(position, end - len(drafts) - 1)
+                        value = StatePrint(last, row.prints[last:end])
+                    self.device[slot[0]][slot[1]] = value
             row.num_computed = end
         for child, parent in forked_children.items():
             assert self.rows[child].num_computed <= self.rows[parent].num_computed
@@ -508,31 +545,29 @@ class FakeWorker(Executor):
         self._check_contents(before)
         self._check_contexts()
 
-    def _read_from(self, window: int | None, num_computed: int) -> int:
-        """The first position that the next token reads."""
-        return 0 if window is None else max(0, num_computed - window + 1)
-
     def _check_contents(self, before: dict[int, int]) -> None:
         """What each row has computed reads back through its tables as its own tokens.
 
         As far as it is read by tokens after the first ``before``.
         """
-        size = self.block_size
         for seq_id, row in self.rows.items():
-            for window, table in zip(self.windows, row.tables, strict=True):
+            for group, table in zip(self.groups, row.tables, strict=True):
+                size = group.size
                 assert len(table) * size >= row.num_computed
-                first = self._read_from(window, before[seq_id])
+                first = group.first_read(before[seq_id])
                 for index in range(first // size, -(-row.num_computed // size)):
                     start, stop = max(first, index * size), min(index * size + size, row.num_computed)
-                    found = self.device[table[index]][start - index * size : stop - index * size]
+                    found: list[Any] = self.device[table[index]][start - index * size : stop - index * size]
+                    if group.has_states:
+                        start, state = stop - 1, self.device[table[index]][0]
+                        found = [state.after(start) if isinstance(state, StatePrint) else None]
                     assert found == row.prints[start:stop], f"sequence {seq_id} reads another's in block {table[index]}"
 
     def _check_write_access(self, written: dict[int, int], forked_children: dict[int, int]) -> None:
         """A written block is in the table of no other sequence, except those just forked from the writer."""
         for seq_id, row in self.rows.items():
-            for window, table in zip(self.windows, row.tables, strict=True):
-                first = self._read_from(window, row.num_computed) // self.block_size
-                for block in table[first:]:
+            for group, table in zip(self.groups, row.tables, strict=True):
+                for block in table[group.first_read(row.num_computed) // group.size :]:
                     writer = written.get(block, seq_id)
                     assert writer in (seq_id, forked_children.get(seq_id)), (
                         f"{writer} writes into block {block} of {seq_id}"
@@ -573,8 +608,9 @@ class FakeWorker(Executor):
                 result.num_tokens.append(1 + accepted)
             if plan.drafts or plan.num_drafts:
                 row.num_computed -= len(drafts) - accepted
-                for table in row.tables:  # blocks behind them may belong to others from now on
-                    del table[-(-row.num_computed // self.block_size) :]
+                for group, table in zip(self.groups, row.tables, strict=True):
+                    # Blocks behind them may belong to others from now on.
+                    del table[-(-row.num_computed // group.size) :]
                 del row.tokens[first + accepted :], row.prints[first + accepted :]
                 row.known += accepted
             if row.appends:
@@ -843,8 +879,9 @@ def check_accounting(engine: Engine) -> None:
     on_device -= {block for pins in blocks.pinned._blocks.values() for of_group in pins for block in of_group}
     assert len(on_device) == sum(g.device.num_used for g in blocks.groups)
     assert tables == blocks.num_tables
-    if not any(isinstance(pending, _Failed) for _, pending in engine.loop._in_flight):
-        check_cache(engine)  # a step that failed to be submitted has moved nothing, which the cache is told later
+    fails = any(isinstance(pending, _Failed) for _, pending in engine.loop._in_flight)
+    if not fails and not any(step.failure for step in engine.worker.in_flight):
+        check_cache(engine)  # a step that fails has moved and computed nothing, which the cache is told later
 
 
 def check_steady(queues: SchedulingState) -> None:
@@ -886,7 +923,26 @@ def check_preparations(queues: SchedulingState) -> None:
 def check_cache(engine: Engine) -> None:
     """The prefix cache describes the content of every cached block, which follows that of its parent."""
     for kv_group in engine.blocks.groups:
-        check_index(engine, kv_group.cache.on_device)
+        if kv_group.has_states:
+            check_states(engine, kv_group)
+        else:
+            check_index(engine, kv_group.cache.on_device)
+
+
+def check_states(engine: Engine, group: KVGroup) -> None:
+    """Every cached state is the one after the tokens that its digest names in the groups of tokens."""
+    size = engine.blocks.block_size
+    others = [other for other in engine.blocks.groups if not other.has_states]
+    for state in group.cache.on_device.entries():
+        assert isinstance(state, Checkpoint)
+        block = engine.worker.device[state.block][0]
+        found = block.after(state.position - 1) if isinstance(block, StatePrint) else None
+        assert found is not None
+        for other in others:
+            known = other.cache.on_device.find(state.digest)
+            if known is not None:
+                last = engine.worker.device[known.block][(state.position - 1) % size]
+                assert last == found, f"state {state.block} is another's"
 
 
 def check_index(engine: Engine, index: ContentIndex) -> None:

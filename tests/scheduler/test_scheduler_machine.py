@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import random
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from octavo.config.kv_spec import GroupBlocks, window_blocks
+from octavo.config.kv_spec import STATE_WINDOW, GroupBlocks, window_blocks
 from octavo.config.options import SchedulerOptions
 from octavo.core.errors import AdapterError
 from octavo.core.request import (
@@ -80,6 +80,16 @@ class FewestSequencesFirst(Policy):
 OWN_POLICY = f"{__name__}:FewestSequencesFirst"
 
 
+class GroupCase(NamedTuple):
+    """A group of KV layers."""
+
+    window: int | None = None
+    #: Its blocks as a share of those it could use at most.
+    share: float = 1.0
+    #: Of recurrent states: blocks of the other groups between two checkpoints.
+    ratio: int | None = None
+
+
 @dataclass(frozen=True)
 class Case:
     """All that a run depends on."""
@@ -100,8 +110,7 @@ class Case:
     depth: int
     #: Of LoRA adapters: slots, and places in host memory; None: requests have none.
     slots: tuple[int, int] | None = None
-    #: Window of each group of KV layers, and its blocks as a share of those it could use at most.
-    groups: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
+    groups: tuple[GroupCase, ...] = (GroupCase(),)
     #: Whether some requests have a grammar.
     grammars: bool = False
     #: Whether there are drafts, some of them right.
@@ -165,21 +174,21 @@ class Run:
         self.case = case
         self.rng = random.Random(case.seed + 1)
         in_flight = case.options.token_budget * case.depth
-        least = -(-in_flight // case.block_size)
         sizes = []
-        for window, share in case.groups:
-            count = case.num_blocks
+        for window, share, ratio in case.groups:
+            size, count = case.block_size * (ratio or 1), case.num_blocks
             if window is not None:  # enough for one sequence, in the shortest chunks that may be, or more
-                chunk = 1 if case.options.cuts_prompts else least
-                one = min(count, chunk + window_blocks(window, case.block_size))
+                chunk = 1 if case.options.cuts_prompts else -(-in_flight // size)
+                one = min(-(-case.max_model_len // size), chunk + window_blocks(window, size))
                 count = one + int(share * (count - one))
-            sizes.append(GroupBlocks(count, case.num_host_blocks, window))
+            state_tokens = None if ratio is None else size
+            sizes.append(GroupBlocks(count, case.num_host_blocks, window, state_tokens=state_tokens))
         blocks = BlockManager(
             sizes,
             case.block_size,
             watermark=case.watermark,
             prefix_caching=case.prefix_caching,
-            host_cache=case.host_cache and len(sizes) == 1,
+            host_cache=case.host_cache,
             max_num_batched_tokens=in_flight,
             cuts_prompts=case.options.cuts_prompts,
         )
@@ -325,7 +334,8 @@ class Run:
             self.engine.worker.preparations.failing[grammar(rng.choice("ABCDE")).key] = "unusable"
 
     def check_pinned(self) -> None:
-        """A pinned prefix is found whole, until it is released."""
+        """A pinned prefix is found whole, or up to its last checkpoint of states, until it is released."""
+        step = max((g.block_size for g in self.engine.blocks.groups if g.has_states), default=1)
         for name, request in self.pinned.items():
             tokens, blocks = request.prompt_token_ids, self.engine.blocks
             answer = self.engine.answers[request.group_id]
@@ -333,9 +343,10 @@ class Run:
                 assert name not in blocks.pinned._blocks
                 continue
             longer = [*tokens, 1]
-            assert blocks.prefixes.match(
-                longer, blocks.prefixes.chain(longer, request.cache_context)
-            ).num_tokens >= len(tokens)
+            assert (
+                blocks.prefixes.match(longer, blocks.prefixes.chain(longer, request.cache_context)).num_tokens
+                >= len(tokens) // step * step
+            )
 
     def disturb(self) -> None:
         """Aborts a group, or ends a sequence that has sampled, now and then."""
@@ -461,18 +472,26 @@ def needs_scarce(group: SequenceGroup) -> bool:
 
 
 #: Full layers with others that have a short and a long window; all layers with a window.
-WITH_WINDOWS: list[tuple[tuple[int | None, float], ...]] = [
-    ((None, 1.0), (3, 0.0)),
-    ((None, 1.0), (9, 0.3), (1, 1.0), (None, 1.0)),
-    ((4, 0.0),),
-    ((6, 0.0), (2, 1.0)),
+WITH_WINDOWS: list[tuple[GroupCase, ...]] = [
+    (GroupCase(), GroupCase(3, 0.0)),
+    (GroupCase(), GroupCase(9, 0.3), GroupCase(1), GroupCase()),
+    (GroupCase(4, 0.0),),
+    (GroupCase(6, 0.0), GroupCase(2)),
+]
+#: Full layers with states, with few of them, and with a window too; states alone.
+WITH_STATES: list[tuple[GroupCase, ...]] = [
+    (GroupCase(), GroupCase(STATE_WINDOW, 0.3, 2)),
+    (GroupCase(), GroupCase(STATE_WINDOW, 0.0, 3)),
+    (GroupCase(), GroupCase(4, 0.3), GroupCase(STATE_WINDOW, 0.5, 4)),
+    (GroupCase(STATE_WINDOW, 0.4, 1),),
+    (GroupCase(), GroupCase(STATE_WINDOW, 0.2, 1)),
 ]
 
 
 def run_cases(
     first: int,
     count: int,
-    groups: list[tuple[tuple[int | None, float], ...]] | None = None,
+    groups: list[tuple[GroupCase, ...]] | None = None,
     *,
     adapters: bool = False,
     grammars: bool = False,
@@ -485,6 +504,8 @@ def run_cases(
             size = 1 + seed % 2  # long against the windows
             count = -(-case.max_model_len // size) + seed % 7
             case = replace(case, block_size=size, num_blocks=count, groups=groups[seed // 2 % len(groups)])
+        if groups is WITH_STATES:
+            case = replace(case, drafts=seed % 3 > 0)
         if seed % 3 == 0:  # leaves room for pinned blocks
             case = replace(case, max_model_len=-(-case.max_model_len // 2))
         if adapters:
@@ -520,6 +541,11 @@ def test_generated_traffic(first: int, count: int) -> None:
 @pytest.mark.parametrize(("first", "count"), parts([*range(5)], 200, by_default=[2], few=50))
 def test_generated_traffic_with_windows(first: int, count: int) -> None:
     run_cases(first, count, WITH_WINDOWS)
+
+
+@pytest.mark.parametrize(("first", "count"), parts([*range(5)], 200, by_default=[3], few=80))
+def test_generated_traffic_with_states(first: int, count: int) -> None:
+    run_cases(first, count, WITH_STATES)
 
 
 @pytest.mark.parametrize(("first", "count"), parts([*range(5)], 150, by_default=[4], few=50))
@@ -558,6 +584,13 @@ def test_much_generated_traffic_with_grammars(part: int) -> None:
 @pytest.mark.parametrize("part", range(20))
 def test_much_generated_traffic_with_adapters(part: int) -> None:
     run_cases(200_000 + part * 1000, 1000, WITH_WINDOWS if part % 4 == 0 else None, adapters=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_much_generated_traffic_with_states(part: int) -> None:
+    grammars, images = part % 4 == 1, part % 4 == 2
+    run_cases(500_000 + part * 1000, 1000, WITH_STATES, grammars=grammars, images=images)
 
 
 @pytest.mark.slow

@@ -152,6 +152,37 @@ def test_whole_prompts_need_blocks_for_all_their_tokens() -> None:
         make_engine((40, WINDOW), budget=200, max_model_len=82, batching="prefill_first")
 
 
+def test_a_refusal_names_the_states_that_are_too_few() -> None:
+    options = SchedulerOptions(max_num_seqs=8, max_num_batched_tokens=8)
+    blocks = BlockManager([GroupBlocks(400), GroupBlocks(6, window=2, state_tokens=4)], 2, max_num_batched_tokens=8)
+    engine = Engine(blocks, options, max_model_len=20)
+    answer = add(engine, 1, 12, 4, n=5)
+    engine.run()
+    assert answer.group_reason == "ignored"
+    assert "needs at least 8 recurrent states at once, but the KV cache has 6" in (answer.error or "")
+
+
+@pytest.mark.parametrize(("prompt", "shared"), [(21, 20), (20, 20), (3, 0)])
+def test_recomputed_sequences_share_up_to_a_checkpoint_of_their_states(prompt: int, shared: int) -> None:
+    """A state is known only there: what follows is computed for each of them."""
+    options = SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=8, preemption_mode="recompute")
+    blocks = BlockManager([GroupBlocks(80), GroupBlocks(40, window=2, state_tokens=4)], 1, max_num_batched_tokens=8)
+    engine = Engine(blocks, options, max_model_len=40)
+    answer = add(engine, 1, prompt, 12, n=2)
+    while len(answer.group.seqs) < 2:
+        engine.step()
+    first, second = answer.group.seqs
+    assert first.num_computed == prompt
+    engine.scheduler._preemption.preempt(answer.group, Step(0.0, 0))
+    assert second.shared_prefix == ((first, shared) if shared else None)
+    before = len(engine.plans)
+    engine.run()
+    computed = sum(plan.total_tokens for plan in engine.plans[before:])
+    assert computed == (prompt + 12 - 1) * 2 - shared
+    check_answers(engine, answer)
+    check_nothing_held(engine)
+
+
 def test_recomputed_sequences_share_only_blocks_of_equal_tokens_though_the_window_has_passed_them() -> None:
     options = SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=8, preemption_mode="recompute")
     blocks = BlockManager([GroupBlocks(40, window=2)], 1, max_num_batched_tokens=8)

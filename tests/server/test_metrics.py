@@ -202,22 +202,24 @@ def test_blocks_of_each_group() -> None:
     metrics = Metrics("m")
     metrics.log(StepStats(blocks_free=100))
     assert not any("group_blocks" in name for name in samples(metrics)), "where there is one group"
-    groups = [GroupState(None, 10, 20, 60, 10, 3), GroupState(512, 5, 0, 4, 1, 2)]
-    stats = StepStats(blocks_used=15, blocks_cached=20, blocks_free=64, blocks_pinned=11, groups=groups)
+    states = GroupState(2, 7, 1, 92, 0, 0, has_states=True)
+    groups = [GroupState(None, 10, 20, 60, 10, 3), GroupState(512, 5, 0, 4, 1, 2), states]
+    stats = StepStats(blocks_used=22, blocks_cached=21, blocks_free=156, blocks_pinned=11, groups=groups)
     metrics.log(stats)
     found = samples(metrics)
     name = "octavo_kv_cache_group_blocks{{group={},replica=0,state={},window={}}}"
     assert [found[name.format(0, state, "all")] for state in ("used", "cached", "free", "pinned")] == [10, 20, 60, 10]
     assert found[name.format(1, "free", 512)] == 4
+    assert found[name.format(2, "used", "states")] == 7
     assert stats.kv_cache_usage == 0.6, "of the group that is full first"
     assert StepStats(blocks_used=1, blocks_pinned=1, blocks_free=2).kv_cache_usage == 0.5
     assert StepStats().kv_cache_usage == 0.0
 
 
 def test_groups_of_replicas_are_summed() -> None:
-    one = SchedulerStats(blocks_used=3, groups=[GroupState(None, 1, 0, 9, 0, 0), GroupState(8, 2, 1, 3, 0, 4)])
+    one = SchedulerStats(blocks_used=3, groups=[GroupState(None, 1, 0, 9, 0, 0), GroupState(8, 2, 1, 3, 0, 4, True)])
     total = sum_stats([one, one])
-    assert (total.blocks_used, total.groups[1]) == (6, GroupState(8, 4, 2, 6, 0, 8))
+    assert (total.blocks_used, total.groups[1]) == (6, GroupState(8, 4, 2, 6, 0, 8, True))
     assert sum_stats([SchedulerStats(steps=2), SchedulerStats(steps=3)]) == SchedulerStats(steps=5)
 
 
@@ -421,7 +423,7 @@ def test_a_status_line_every_interval_while_busy(caplog: pytest.LogCaptureFixtur
     # Six steps in 5.04 s.
     assert first == (
         f"8 running, 3 waiting, 1 swapped; prompts {600 / 5.04:.1f} tokens/s, output {42 / 5.04:.1f} tokens/s; "
-        "KV cache 45.0% used; prefix hits 32.0%"
+        "KV cache 45.0% used, 4 host blocks; prefix hits 32.0%"
     )
     assert caplog.messages[1].endswith("prefix hits -")
 

@@ -15,9 +15,10 @@ from typing import Any, Self
 
 import yaml
 
-from octavo.config.engine_config import EngineConfig
+from octavo.compat.vllm.config_parts import VllmConfig
+from octavo.config.engine_config import EngineConfig, unknown_option
 from octavo.config.sources import parse_option, resolve_config
-from octavo.core.errors import ConfigError
+from octavo.core.errors import ConfigError, UnexpectedKeywordError
 from octavo.core.foreign import FOREIGN_OPTIONS, OTHER_NAMES
 
 #: vLLM's short flags.
@@ -45,13 +46,27 @@ def non_default_options(options: Mapping[str, Any]) -> dict[str, Any]:
 class _EngineArgs:
     """Methods of ``EngineArgs``, whose fields are the options of ``LLM``."""
 
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        if model is not None:
+            options["model"] = model
+        for name in options:
+            if name not in DEFAULTS:
+                raise UnexpectedKeywordError(f"{type(self).__name__}: {unknown_option(name, list(DEFAULTS))}")
+        for name, default in DEFAULTS.items():
+            setattr(self, name, options[name] if name in options else copy.copy(default))
+
     def non_default(self) -> dict[str, Any]:
         """The options that differ from the defaults."""
         return non_default_options({name: getattr(self, name) for name in DEFAULTS})
 
-    def create_engine_config(self, *_: object, **__: object) -> EngineConfig:
-        """The engine's options, with those of files and variables."""
-        return resolve_config({name: value for name, value in self.non_default().items() if name != "profiler_config"})
+    def create_engine_config(self, *_: object, **__: object) -> VllmConfig:
+        """The engine's options with those of files and variables, as views by vLLM's names."""
+        options = {name: value for name, value in self.non_default().items() if name != "profiler_config"}
+        return VllmConfig(resolve_config(options))
+
+    def create_engine_configs(self) -> Any:
+        """Of versions before 0.5, whose results differ; raises ConfigError."""
+        raise ConfigError("write create_engine_config(): its model_config, cache_config, ... are the former results")
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -94,7 +109,7 @@ def _read(name: str, text: str) -> Any:
 def _make(name: str) -> type[Any]:
     defaults = {option: functools.partial(copy.copy, default) for option, default in DEFAULTS.items()}
     fields = [(option, Any, dataclasses.field(default_factory=make)) for option, make in defaults.items()]
-    made = dataclasses.make_dataclass(name, fields, bases=(_EngineArgs,))
+    made = dataclasses.make_dataclass(name, fields, bases=(_EngineArgs,), init=False)
     made.__module__, made.__doc__ = __name__, "Options of an engine, as keywords or from ``add_cli_args`` of a parser."
     return made
 

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from octavo.compat.vllm.config_parts import PART_NAMES, VllmConfig
 from octavo.compat.vllm.engine_args import non_default_options
-from octavo.compat.vllm.helpers import BatchProcessors, Metric, RequestFigures, VllmConfig, split_processors
+from octavo.compat.vllm.helpers import BatchProcessors, Metric, RequestFigures, split_processors
 from octavo.config.sources import resolve_config
-from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.errors import ConfigError, InvalidRequestError, UnexpectedKeywordError
 from octavo.core.foreign import FOREIGN
 from octavo.core.model_config import model_tasks
 from octavo.core.outputs import POOLING_TASKS, Pooled, PoolingKind, PoolingOutput, PoolingRequestOutput, RequestOutput
 from octavo.core.outputs import PoolingParams as OctavoPoolingParams
-from octavo.core.request import DEFAULT_OPTIONS, Prompt, RequestOptions
+from octavo.core.request import Prompt, RequestOptions
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
 from octavo.engine.async_llm import AsyncLLM as OctavoAsyncLLM
 from octavo.engine.front_end import StatLogger
@@ -30,7 +30,6 @@ from octavo.engine.llm import LLM as OctavoLLM
 from octavo.engine.llm_engine import LLMEngine as OctavoEngine
 from octavo.engine.model_files import find_files
 from octavo.kernels import require_torch, resolve_device
-from octavo.loader.resolve import resolve_model
 
 if TYPE_CHECKING:
     from octavo.engine.input_processor import PoolingInputs
@@ -60,11 +59,13 @@ class PoolingParams(OctavoPoolingParams, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         try:
             self.use_activation = _activation(self)
+            for name in _ACTIVATIONS:
+                setattr(self, name, None)  # use_activation holds the value
             _refuse(self, "PoolingParams")
         except ConfigError as e:
             raise InvalidRequestError(str(e)) from None
-        for name in (*_ACTIVATIONS, "skip_reading_prefix_cache", "output_kind", "extra_kwargs"):
-            setattr(self, name, None)  # use_activation holds the value
+        for name in ("skip_reading_prefix_cache", "output_kind", "extra_kwargs"):
+            setattr(self, name, None)
         self.requires_token_ids = False
         super().__post_init__()
 
@@ -193,7 +194,7 @@ def _activation(config: Any) -> bool | None:
 
 def _refuse(config: Any, place: str) -> None:
     for name, meaning in FOREIGN[place].items():
-        if getattr(config, name):
+        if meaning.accepted is not None and getattr(config, name, None):
             raise ConfigError(f"{name} must be left out, not {getattr(config, name)!r}: {meaning.reason}")
 
 
@@ -291,38 +292,58 @@ class _VllmEngine(OctavoEngine):
         self._figures = RequestFigures()
         #: Tokens so far of requests with RequestOutputKind.DELTA.
         self._increments: dict[str, int] = {}
-        config = VllmConfig(self.core.options, self.core.model_config)
-        self._processors = BatchProcessors(classes, config, resolve_device(self.core.options.device))
+        self._processors = BatchProcessors(classes, self.vllm_config, resolve_device(self.core.options.device))
         self._profiler = Profiler(profiler_config)
 
     @property
-    def model_config(self) -> Any:
-        """The network's configuration, with ``max_model_len``, ``dtype`` and ``hf_config``."""
-        return _ModelConfig(self)
-
-    @property
     def vllm_config(self) -> VllmConfig:
-        """The engine's options, and ``model_config``."""
-        return VllmConfig(self.core.options, self.model_config)
+        """The engine's options by vLLM's names."""
+        return VllmConfig(self.core.options, self.core)
+
+    def __getattr__(self, name: str) -> Any:
+        """A part of ``vllm_config``, as ``model_config`` or ``get_model_config()``."""
+        part = name.removeprefix("get_")
+        if part in PART_NAMES:
+            value = getattr(self.vllm_config, part)
+            return value if part == name else lambda: value
+        hint = f"; {ABSENT_ATTRIBUTES[name]}" if name in ABSENT_ATTRIBUTES else ""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{hint}")
 
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | None = None,
         params: Any = None,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        *,
+        *more: Any,
         streaming: bool = True,
         **keywords: Any,
     ) -> None:
-        """Octavo's ``add_request``, with the engine's logits processors and defaults of pooling."""
+        """Octavo's ``add_request``, with the engine's logits processors and defaults of pooling.
+
+        ``inputs`` is a former name of ``prompt``, ``sampling_params`` of ``params``. Further arguments are Octavo's
+        ``options`` or in vLLM's order, also the one before 0.5 (``prompt_token_ids``, ``arrival_time``). Arrival times
+        may be those of ``time.time()``.
+        """
+        prompt = keywords.pop("inputs", None) if prompt is None else prompt
+        params = keywords.pop("sampling_params", None) if params is None else params
+        if more and not isinstance(more[0], RequestOptions):
+            has_ids = isinstance(more[0], Sequence) or (more[0] is None and isinstance(more[-1], float))
+            keywords, more = _named("add_request, before 0.5" if has_ids else "add_request", more, keywords), ()
+        if (token_ids := keywords.pop("prompt_token_ids", None)) is not None:
+            fields = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+            prompt = {**fields, "prompt_token_ids": list(token_ids)}
+        if prompt is None:
+            raise InvalidRequestError("must be text, a list of token ids or a dictionary", path="prompt", got=None)
+        now, arrival = time.monotonic(), keywords.get("arrival_time")
+        if isinstance(arrival, float) and arrival > now:
+            keywords["arrival_time"] = now - max(0.0, time.time() - arrival)
         if isinstance(params, OctavoPoolingParams):
             params = self._pooling.fill_defaults(params)
         if isinstance(params, SamplingParams):
             params = self._processors.add_to(params)
             if streaming and params.output_kind is RequestOutputKind.DELTA:
                 self._increments[request_id] = 0
-        super().add_request(request_id, prompt, params, options, streaming=streaming, **keywords)
+        super().add_request(request_id, prompt, params, *more, streaming=streaming, **keywords)
 
     def step(self) -> list[RequestOutput]:
         """Octavo's ``step``; counts ended requests for ``get_metrics``."""
@@ -370,24 +391,33 @@ class _VllmEngine(OctavoEngine):
         return self.front_end.outputs.num_open
 
 
-class _ModelConfig:
-    def __init__(self, engine: OctavoEngine) -> None:
-        self._config, self.max_model_len = engine.core.model_config, engine.core.max_model_len
-        self.model, self.dtype = engine.core.options.model, engine.core.dtype
-        self._folder = Path(resolve_model(self.model, revision=engine.core.options.revision))
+#: Attributes of vLLM's engines without a counterpart, and what to write instead.
+ABSENT_ATTRIBUTES = {
+    "scheduler": "stats() has the numbers of waiting, running and swapped requests; scheduling_policy sets the order",
+    "model_executor": "collective_rpc(function) calls a function with each worker",
+    "cache_engine": "stats() has the numbers of blocks",
+    "apply_model": "collective_rpc(function) calls a function with each worker",
+    "set_tokenizer": "the tokenizer is an option: LLM(model, tokenizer=...)",
+    "do_log_stats": "the option log_stats_interval writes status lines",
+    "add_prompt_adapter": "give prompt_adapter_request with a request, or load it by add_lora",
+}
+#: vLLM's order of arguments that are keywords here, of older versions where they differ.
+_ORDERS = {
+    "generate": "prompt_token_ids use_tqdm lora_request prompt_adapter_request guided_options_request priority",
+    "chat": "use_tqdm lora_request chat_template chat_template_content_format add_generation_prompt "
+    "continue_final_message tools chat_template_kwargs mm_processor_kwargs",
+    "beam_search": "lora_request use_tqdm concurrency_limit",
+    "add_request": "arrival_time lora_request tokenization_kwargs trace_headers priority",
+    "add_request, before 0.5": "prompt_token_ids arrival_time lora_request",
+}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
 
-    @property
-    def hf_config(self) -> SimpleNamespace:
-        """What config.json says, as far as it says it; ``id2label`` by number."""
-        content = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
-        return SimpleNamespace(**{**content, "id2label": dict(enumerate(self._config.labels))})
-
-    def get_vocab_size(self) -> int:
-        """Token ids of the network."""
-        return self._config.vocab_size
+def _named(method: str, values: Sequence[Any], keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords, with those given by position in ``_ORDERS``."""
+    names = _ORDERS[method].split()
+    if len(values) > len(names):
+        raise UnexpectedKeywordError(f"{method}: these arguments may be given by position: {', '.join(names)}")
+    return dict(zip(names, values, strict=False)) | keywords
 
 
 class LLMEngine(_VllmEngine):
@@ -409,6 +439,15 @@ class LLMEngine(_VllmEngine):
             options["logits_processors"] = names
         engine = cls(find_files(resolve_config(options)), stat_loggers or ())
         engine._prepare(classes, profiler_config, pooling)
+        return engine
+
+    @classmethod
+    def from_vllm_config(
+        cls, vllm_config: VllmConfig, usage_context: object = None, stat_loggers: Any = None, **_: object
+    ) -> Self:
+        """Loads a model with the options of ``EngineArgs.create_engine_config``."""
+        engine = cls(find_files(vllm_config.engine_config), stat_loggers or ())
+        engine._prepare((), None, PoolingOptions({}))
         return engine
 
 
@@ -436,13 +475,25 @@ class LLM(_VllmEngine, OctavoLLM):  # type: ignore[misc]  # metrics have vLLM's 
         OctavoLLM.__init__(self, model, stat_loggers=stat_loggers or (), **options)
         self._prepare(classes, profiler_config, pooling)
 
+    def generate(self, prompts: Any = None, sampling_params: Any = None, *more: Any, **keywords: Any) -> Any:
+        """Octavo's ``generate``, also with the arguments' former order."""
+        return super().generate(prompts, sampling_params, **_named("generate", more, keywords))
+
+    def chat(self, messages: Any, sampling_params: Any = None, *more: Any, **keywords: Any) -> Any:
+        """Octavo's ``chat``, also with the arguments' former order."""
+        return super().chat(messages, sampling_params, **_named("chat", more, keywords))
+
+    def beam_search(self, prompts: Any, params: Any, *more: Any, **keywords: Any) -> Any:
+        """Octavo's ``beam_search``, also with vLLM's order of arguments."""
+        return super().beam_search(prompts, params, **_named("beam_search", more, keywords))
+
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> Self:
         """Loads a model with these options."""
         options = engine_args.non_default()
         return cls(options.pop("model", None) or engine_args.create_engine_config().model, **options)
 
-    def encode(self, prompts: Any, pooling_params: Any = None, **keywords: Any) -> list[PoolingRequestOutput]:
+    def encode(self, prompts: Any = None, pooling_params: Any = None, **keywords: Any) -> list[PoolingRequestOutput]:
         """Octavo's ``encode``; ``data`` is a tensor if torch is installed."""
         return with_tensors(super().encode(prompts, _take_truncation(pooling_params, keywords), **keywords))
 
@@ -480,7 +531,23 @@ class AsyncLLM(OctavoAsyncLLM):
         **_: object,
     ) -> Self:
         """An engine with these options."""
-        return cls(engine_args.create_engine_config(), stat_loggers=stat_loggers or ())
+        return cls(engine_args.create_engine_config().engine_config, stat_loggers=stat_loggers or ())
+
+    @classmethod
+    def from_vllm_config(
+        cls, vllm_config: VllmConfig, *_: object, stat_loggers: Sequence[StatLogger] | None = None, **__: object
+    ) -> Self:
+        """An engine with the options of ``EngineArgs.create_engine_config``."""
+        return cls(vllm_config.engine_config, stat_loggers=stat_loggers or ())
+
+    async def get_vllm_config(self) -> VllmConfig:
+        """The engine's options by vLLM's names."""
+        await self.ready()
+        return VllmConfig(self.front_end.files.options)
+
+    async def get_model_config(self) -> Any:
+        """The part ``model_config`` of ``get_vllm_config``."""
+        return (await self.get_vllm_config()).model_config
 
     async def generate(  # type: ignore[override]
         self,
@@ -498,11 +565,6 @@ class AsyncLLM(OctavoAsyncLLM):
     ) -> AsyncGenerator[Pooled, None]:
         """The output of ``pool``, as the only one of a stream."""
         yield await self.pool(request_id, prompt, pooling_params, **keywords)
-
-    async def abort(self, request_id: str | Iterable[str], *_: object, **__: object) -> None:
-        """Ends one request or several."""
-        for name in [request_id] if isinstance(request_id, str) else list(request_id):
-            await super().abort(name)
 
     async def collective_rpc(  # type: ignore[override]
         self,

@@ -18,13 +18,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from octavo.config.engine_config import EngineConfig
+from octavo.compat.vllm.config_parts import VllmConfig
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.foreign import check_foreign
 from octavo.core.outputs import RequestOutput
+from octavo.core.request import LoRARequest as OctavoLoRARequest
+from octavo.core.sampling_params import GUIDED_NAMES, SamplingParams, StructuredOutputsParams, guided_outputs_of
 from octavo.core.sampling_params import LogitsProcessor as RequestLogitsProcessor
-from octavo.core.sampling_params import SamplingParams
 from octavo.core.stats import SchedulerStats
 from octavo.engine.tokenizer import Tokenizer, load_tokenizer
 from octavo.kernels import require_torch
@@ -292,18 +295,72 @@ def _texts(path: Path | None, kind: str) -> Iterator[str]:
         raise ConfigError(f"{path} cannot be read as {kind}: {type(e).__name__}: {e}") from e
 
 
+# ---- adapters
+
+
+class LoRARequest(OctavoLoRARequest):
+    """Octavo's ``LoRARequest`` with vLLM's other names and fields without effect."""
+
+    def __init__(
+        self,
+        lora_name: str,
+        lora_int_id: int,
+        lora_path: str | None = None,
+        lora_local_path: str | None = None,
+        **others: Any,
+    ) -> None:
+        for name, value in others.items():
+            check_foreign("LoRARequest", name, value, "LoRARequest", self.__dataclass_fields__)
+        super().__init__(lora_name, lora_int_id, lora_path or lora_local_path)
+
+    @property
+    def adapter_id(self) -> int:
+        """``lora_int_id``."""
+        return self.lora_int_id
+
+    @property
+    def name(self) -> str:
+        """``lora_name``."""
+        return self.lora_name
+
+    @property
+    def path(self) -> str | None:
+        """``lora_path``."""
+        return self.lora_path
+
+    local_path = lora_local_path = path
+
+
+# ---- structured output, as in versions before 0.11
+
+
+class GuidedDecodingParams(StructuredOutputsParams, kw_only=True, omit_defaults=True):
+    """The former ``StructuredOutputsParams``, for ``SamplingParams(guided_decoding=...)``."""
+
+    backend: str | None = None
+    backend_was_auto: bool = False
+
+    @staticmethod
+    def from_optional(**fields: Any) -> GuidedDecodingParams | None:
+        """The parameters; None without a constraint."""
+        return GuidedDecodingParams(**fields) if any(value is not None for value in fields.values()) else None
+
+
+#: A mapping with fields of ``GuidedDecodingRequest``.
+LLMGuidedOptions = dict[str, Any]
+
+
+class GuidedDecodingRequest(SimpleNamespace):
+    """A constraint for ``LLM.generate(guided_options_request=...)``."""
+
+    def __init__(self, **fields: Any) -> None:
+        guided_outputs_of(fields)
+        super().__init__(**{**dict.fromkeys(GUIDED_NAMES), **fields})
+
+
 # ---- vLLM's logits processors, which edit the logits of a batch: here always of one request
 
 S = TypeVar("S")
-
-
-@dataclass(frozen=True)
-class VllmConfig:
-    """The engine's configuration, as a processor's constructor gets it."""
-
-    engine_config: EngineConfig
-    model_config: Any
-    speculative_config: None = None
 
 
 class MoveDirectionality(enum.Enum):

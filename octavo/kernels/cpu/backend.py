@@ -43,6 +43,8 @@ from octavo.kernels.interface import (
     PackedWeight,
     PartedForward,
     RoutingSpec,
+    ScanChannels,
+    ScanHeads,
     StoredForm,
     Xielu,
     check_pairs,
@@ -398,7 +400,8 @@ class CpuKernels(Kernels):
         op = cpu.gated_delta(
             *strided(qkv), *strided(z), *strided(b), *strided(a), DTYPES[qkv.dtype], out.address, heads.decay.address,
             heads.dt_bias.address, heads.norm.address, heads.key_heads, heads.value_heads, heads.key_dim,
-            heads.value_dim, heads.eps, *state_memory(cache), offset,
+            heads.value_dim, heads.eps, heads.beta_scale, heads.per_channel, heads.gate == "sigmoid",
+            *state_memory(cache), offset,
         )  # fmt: skip
         self.runner.run_step(op, qkv, batch)
         return out
@@ -406,6 +409,57 @@ class CpuKernels(Kernels):
     def sigmoid_gate(self, x: CpuArray, gate: CpuArray) -> CpuArray:
         self.runner.run(cpu.sigmoid_gate(*strided(x), *strided(gate), x.shape[1], DTYPES[x.dtype]), x)
         return x
+
+    def selective_scan(
+        self,
+        x: CpuArray,
+        dt: CpuArray,
+        b: CpuArray,
+        c: CpuArray,
+        z: CpuArray,
+        channels: ScanChannels,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        *,
+        offset: int = 0,
+    ) -> CpuArray:
+        states, width = channels.decay.shape
+        out = self.runner.new(x, x.shape, x.dtype)
+        op = cpu.selective_scan(
+            *strided(x), *strided(z), DTYPES[x.dtype], out.address, *strided(dt), *strided(b), *strided(c),
+            channels.decay.address, channels.dt_bias.address, channels.skip.address, width, states,
+            *state_memory(cache), offset,
+        )  # fmt: skip
+        self.runner.run_step(op, x, batch)
+        return out
+
+    def ssd_scan(
+        self,
+        xbc: CpuArray,
+        dt: CpuArray,
+        heads: ScanHeads,
+        cache: LayerCache,
+        batch: ForwardBatch,
+        *,
+        z: CpuArray | None = None,
+        offset: int = 0,
+        out_dtype: DType | None = None,
+    ) -> CpuArray:
+        out = self.runner.new(xbc, (len(xbc), heads.heads * heads.head_dim), out_dtype or xbc.dtype)
+        op = cpu.ssd_scan(
+            *strided(xbc), *strided(dt), *strided(z), DTYPES[xbc.dtype], out.address, DTYPES[out.dtype],
+            heads.decay.address, heads.dt_bias.address, heads.skip.address, heads.heads, heads.groups, heads.head_dim,
+            heads.state_size, *heads.dt_limits, heads.dt_scale, heads.gate_scale, heads.scale, *state_memory(cache),
+            offset,
+        )  # fmt: skip
+        self.runner.run_step(op, xbc, batch)
+        return out
+
+    def silu_gate(self, x: CpuArray, gate: CpuArray, scale: float = 1.0) -> CpuArray:
+        out = self.runner.new(gate, gate.shape, gate.dtype)
+        op = cpu.silu_gate(*strided(x), *strided(gate), gate.shape[1], scale, DTYPES[gate.dtype], out.address)
+        self.runner.run(op, gate)
+        return out
 
     def copy_blocks(self, caches: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
         if not pairs:
@@ -460,9 +514,9 @@ def write_op(k: CpuArray, v: CpuArray, cache: LayerCache) -> Any:
     )  # fmt: skip
 
 
-def state_memory(cache: LayerCache) -> tuple[int, int, int, int]:
-    """Address of the layer's states, float32 numbers from one block to the next, tokens of a block, KV group."""
-    return cache.key.address, cache.key.strides[0] // 4, cache.state_tokens, cache.group
+def state_memory(cache: LayerCache) -> tuple[int, int, int, int, int]:
+    """Address of the layer's states, float32 numbers from one block to the next, its tokens and drafts, KV group."""
+    return cache.key.address, cache.key.strides[0] // 4, cache.state_tokens, cache.draft_tokens, cache.group
 
 
 def attention_op(q: CpuArray, cache: LayerCache, out: CpuArray, spec: AttentionSpec) -> Any:
@@ -499,7 +553,7 @@ def _untouched_zeros(arrays: int, size: int) -> np.ndarray:
     anywhere in the cache: with small pages each would need an entry in the TLB. The first blocks are written first:
     in huge pages, the first step of an engine would zero a whole page for each layer.
     """
-    if size == 0:
+    if not arrays * size:  # a pipeline stage may have no layer of a group
         return np.zeros(0, np.uint8)
     if not hasattr(mmap, "MAP_PRIVATE"):
         return np.zeros(arrays * size, np.uint8)

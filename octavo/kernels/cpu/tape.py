@@ -206,5 +206,5 @@ def step_of(batch: ForwardBatch) -> Any:
         adapters=batch.adapters.address if batch.has_adapters else 0, token_types=batch.token_types.address,
         cross_lens=batch.cross_lens.address, cross_tables=cross.address, cross_table_stride=cross.strides[0],
         sees_until=batch.sees_until.address if batch.has_spans else 0, rotary_positions=rotary.address,
-        rotary_stride=rotary.strides[0],
+        rotary_stride=rotary.strides[0], num_drafts=batch.num_drafts.address,
     )  # fmt: skip

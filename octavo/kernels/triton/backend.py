@@ -27,7 +27,7 @@ from octavo.kernels.interface import (
     PackedWeight,
 )
 from octavo.kernels.torch_backend import TorchKernels, torch_dtype
-from octavo.kernels.triton import attention, elementwise
+from octavo.kernels.triton import attention, elementwise, scan, states
 from octavo.kernels.triton.cache import (
     block_bytes,
     copy_blocks,
@@ -62,6 +62,12 @@ class TritonKernels(TorchKernels):
     embedding = staticmethod(elementwise.embedding)
     rms_norm = staticmethod(elementwise.rms_norm)
     layer_norm = staticmethod(elementwise.layer_norm)
+    causal_conv = staticmethod(states.causal_conv)
+    gated_delta_rule = staticmethod(states.gated_delta_rule)
+    selective_scan = staticmethod(scan.selective_scan)
+    ssd_scan = staticmethod(scan.ssd_scan)
+    silu_gate = staticmethod(scan.silu_gate)
+    sigmoid_gate = staticmethod(states.sigmoid_gate)
 
     def __init__(
         self,
@@ -105,18 +111,20 @@ class TritonKernels(TorchKernels):
         return TritonSampling(vocab_size, self.device)
 
     def block_bytes(self, spec: KVSpec, block_size: int) -> int:
-        if spec.kind == "state":
-            raise ConfigError("the triton backend has no recurrent states: set kernels='reference'")
-        shape = block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype)
-        return block_bytes(*shape, latent=spec.kind == "latent")
+        if spec.draft_tokens:
+            raise ConfigError(
+                "speculative_config: the triton backend has no draft tokens beside recurrent states: leave it out, or "
+                "set kernels='reference'"
+            )
+        return block_bytes(block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype), spec.vectors)
 
     def make_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
         shape = (layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
-        return [*make_cache(*shape, self.device, latent=spec.kind == "latent")]
+        return [*make_cache(*shape, self.device, spec.vectors)]
 
     def make_host_group_cache(self, spec: KVSpec, layers: int, blocks: int, block_size: int) -> list[LayerCache]:
         shape = (layers, blocks, block_size, spec.num_kv_heads, spec.head_dim, torch_dtype(spec.dtype))
-        return [*make_host_cache(*shape, latent=spec.kind == "latent")]
+        return [*make_host_cache(*shape, spec.vectors)]
 
     def rotary_and_cache(
         self,
@@ -190,6 +198,14 @@ class TritonKernels(TorchKernels):
         return pack_experts(
             gate_up, down, shared, activation, weighs_input=weighs_input, deterministic=self.deterministic
         )
+
+    def sum_of_rows(self, x: Tensor) -> Tensor:
+        if not self.deterministic:
+            return super().sum_of_rows(x)
+        total = x[:, :1]
+        for column in range(1, x.shape[1]):  # torch chooses the order of a sum by the number of rows
+            total = total + x[:, column : column + 1]
+        return total
 
     def check_attention(self, spec: AttentionSpec) -> None:
         missing = {

@@ -1,9 +1,9 @@
 """The KV cache of the GPU kernels: a pool of bytes for each KV group, in which a block of all layers is contiguous.
 
 For each layer, a block has keys, values and, in quantised caches, the scales of keys and of values:
-``[kv_heads, block_size, head_dim]`` elements each, scales without the last dimension; in a latent cache the values are
-the keys. So the tokens of a block are
-contiguous for each head, and blocks of all types are copied and swapped in large pieces.
+``[kv_heads, block_size, head_dim]`` elements each, scales without the last dimension. So the tokens of a block are
+contiguous for each head, and blocks of all types are copied and swapped in large pieces. In a latent cache the values
+are parts of the keys; a recurrent state has keys only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class KeysAndValues(NamedTuple):
 
 @dataclass(slots=True)
 class TritonLayerCache(LayerCache):
-    """``key`` and ``value`` are strided views [blocks, kv_heads, block_size, head_dim] of the pool."""
+    """``key`` and ``value`` are strided views [blocks, kv_heads, block_size, head_dim] of the pool.
+
+    They are the same numbers in a cache with one vector for each token.
+    """
 
     #: Scales of quantised caches: float32 views [blocks, kv_heads, block_size].
     key_scale: Tensor | None
@@ -69,9 +72,9 @@ class TritonLayerCache(LayerCache):
         return KeysAndValues(self.key, self.value, self.key_scale, self.value_scale, self.key.stride(0), scale_stride)
 
 
-def block_bytes(block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, *, latent: bool = False) -> int:
-    """Bytes of one block of one layer: keys, values unless they are parts of the keys, scales and padding."""
-    return _offsets(block_size, kv_heads, head_dim, dtype, latent)[-1]
+def block_bytes(block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, vectors: int = 2) -> int:
+    """Bytes of one block of one layer: keys, values, scales and padding; ``vectors``: see ``KVSpec.vectors``."""
+    return _offsets(block_size, kv_heads, head_dim, dtype, vectors)[-1]
 
 
 def make_cache(
@@ -82,37 +85,29 @@ def make_cache(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device | str,
-    *,
-    latent: bool = False,
+    vectors: int = 2,
 ) -> list[TritonLayerCache]:
     """The cache of every layer, all zero. On a CPU it uses no memory until it is written."""
     device = torch.device(device)
-    size = layers * block_bytes(block_size, kv_heads, head_dim, dtype, latent=latent)
+    size = layers * block_bytes(block_size, kv_heads, head_dim, dtype, vectors)
     if device.type == "cpu":  # torch writes its zeros, calloc does not
         pool = torch.from_numpy(np.zeros(blocks * size, dtype=np.uint8)).view(blocks, size)
     else:
         if dtype == torch.float8_e4m3fn:
             check_fp8(device, "kv_cache_dtype=fp8")
         pool = torch.zeros(blocks, size, dtype=torch.uint8, device=device)
-    return _views(pool, layers, block_size, kv_heads, head_dim, dtype, latent)
+    return _views(pool, layers, block_size, kv_heads, head_dim, dtype, vectors)
 
 
 def make_host_cache(
-    layers: int,
-    blocks: int,
-    block_size: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    *,
-    latent: bool = False,
+    layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, vectors: int = 2
 ) -> list[TritonLayerCache]:
     """The same layout in host memory, pinned if there is a GPU, so that copies run beside kernels."""
     if not torch.cuda.is_available():
-        return make_cache(layers, blocks, block_size, kv_heads, head_dim, dtype, "cpu", latent=latent)
-    size = layers * block_bytes(block_size, kv_heads, head_dim, dtype, latent=latent)
+        return make_cache(layers, blocks, block_size, kv_heads, head_dim, dtype, "cpu", vectors)
+    size = layers * block_bytes(block_size, kv_heads, head_dim, dtype, vectors)
     pool = host_empty((blocks, size), torch.uint8).zero_()
-    return _views(pool, layers, block_size, kv_heads, head_dim, dtype, latent)
+    return _views(pool, layers, block_size, kv_heads, head_dim, dtype, vectors)
 
 
 def copy_blocks(caches: Sequence[LayerCache], pairs: list[tuple[int, int]]) -> None:
@@ -157,7 +152,7 @@ def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _offsets(
-    block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, latent: bool
+    block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, vectors: int
 ) -> tuple[int, int, int, int, int]:
     """Starts of keys, values, key scales and value scales in a layer's part of a block, and its size."""
     if dtype not in PLAIN and dtype not in QUANTIZED:
@@ -165,10 +160,8 @@ def _offsets(
         raise ConfigError(f"the triton kernels have no KV cache of type {dtype}; known: {names}")
     numbers = _round_up(block_size * kv_heads * head_dim * dtype.itemsize, _VECTOR)
     scales = _round_up(block_size * kv_heads * 4, _VECTOR) if dtype in QUANTIZED else 0
-    if latent:
-        return 0, 0, numbers, numbers, _round_up(numbers + scales, _LINE)
-    end = 2 * numbers + 2 * scales
-    return 0, numbers, 2 * numbers, 2 * numbers + scales, _round_up(end, _LINE)
+    value, end = max(0, vectors - 1) * numbers, vectors * numbers
+    return 0, value, end, end + scales, _round_up(end + 2 * scales, _LINE)
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -176,9 +169,9 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _views(
-    pool: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, latent: bool
+    pool: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, vectors: int
 ) -> list[TritonLayerCache]:
-    key, value, key_scale, value_scale, end = _offsets(block_size, kv_heads, head_dim, dtype, latent)
+    key, value, key_scale, value_scale, end = _offsets(block_size, kv_heads, head_dim, dtype, vectors)
 
     def view(start: int, dtype: torch.dtype, *shape: int) -> Tensor:
         return pool[:, start : start + math.prod(shape) * dtype.itemsize].view(dtype).unflatten(1, shape)

@@ -28,7 +28,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu(x):
+def silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
@@ -67,7 +67,7 @@ def _relu2(x):
 
 
 FUNCTIONS: dict[Activation, triton.JITFunction] = {
-    "silu": _silu,
+    "silu": silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": _quick_gelu,
@@ -79,7 +79,7 @@ FUNCTIONS: dict[Activation, triton.JITFunction] = {
 
 @triton.jit
 def _gated_silu(gate, up):
-    return _silu(gate) * up
+    return silu(gate) * up
 
 
 @triton.jit

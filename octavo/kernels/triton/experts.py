@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
 from octavo.kernels.interface import Activation, PackedExperts, PackedHeads, PackedWeight
-from octavo.kernels.triton.elementwise import GATED_FUNCTIONS, rounded
+from octavo.kernels.triton.elementwise import FUNCTIONS, GATED_FUNCTIONS, rounded
 from octavo.kernels.triton.mxfp4 import TritonMXFP4Weight, product_of_rows
 from octavo.kernels.triton.quant import TritonDenseWeight
 
@@ -26,7 +26,7 @@ _COLUMNS = 64
 class TritonExperts(PackedExperts):
     """Experts that are not quantised, or of MXFP4."""
 
-    #: [experts, 2 * inner, E] and [experts, E, inner]; of MXFP4 the last dimension is bytes of blocks.
+    #: [experts, 2 * inner or, without gates, inner, E] and [experts, E, inner]; of MXFP4 the last dimension is bytes.
     gate_up: Tensor
     down: Tensor
     #: (gate and up, down) of each expert that every token has, of any size.
@@ -36,6 +36,7 @@ class TritonExperts(PackedExperts):
     bias: Tensor | None = None
     activation: Activation = "silu"
     weighs_input: bool = False
+    gated: bool = True
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
         """Shared experts are ordinary products, added last."""
@@ -46,7 +47,8 @@ class TritonExperts(PackedExperts):
         return out
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor, add: Tensor | None) -> Tensor:
-        (tokens, slots), (count, hidden, _), inner = chosen.shape, self.down.shape, self.gate_up.shape[1] // 2
+        (tokens, slots), (count, hidden, _) = chosen.shape, self.down.shape
+        inner = self.gate_up.shape[1] // 2 if self.gated else self.gate_up.shape[1]
         out = add if add is not None else torch.empty((tokens, hidden), dtype=torch.float32, device=x.device)
         pairs = tokens * slots
         if not pairs:
@@ -66,7 +68,7 @@ class TritonExperts(PackedExperts):
         tiles = len(of_tile)
         _gate_up_kernel[(tiles, triton.cdiv(inner, _COLUMNS))](
             x, self.gate_up, self.bias, inner_rows, place, of_tile, pairs, slots_of_row, inner, x.shape[1], x.stride(0),
-            GATE=GATED_FUNCTIONS[self.activation], **shape,
+            FUNCTION=(GATED_FUNCTIONS if self.gated else FUNCTIONS)[self.activation], GATED=self.gated, **shape,
         )  # fmt: skip
         _down_kernel[(tiles, triton.cdiv(hidden, _COLUMNS))](
             inner_rows, self.down, weights, parts, place, of_tile, pairs, hidden, inner, **shape
@@ -93,7 +95,8 @@ def pack_experts(
     biases = [weight.bias for weight in gate_up[:routed] if isinstance(weight, (TritonDenseWeight, TritonMXFP4Weight))]
     bias = torch.stack([one for one in biases if one is not None]) if biases[0] is not None else None
     shared_experts = [*zip(gate_up[routed:], down[routed:], strict=True)]
-    return TritonExperts(first, second, shared_experts, deterministic, bias, activation, weighs_input)
+    gated = gate_up[0].gated
+    return TritonExperts(first, second, shared_experts, deterministic, bias, activation, weighs_input, gated)
 
 
 def _matrix(weight: PackedWeight) -> Tensor:
@@ -165,20 +168,25 @@ def _pairs_of_tile(pairs_ptr, experts_ptr, pairs, ROWS: tl.constexpr):
 @triton.jit(do_not_specialize=["pairs"])
 def _gate_up_kernel(
     x_ptr, weight_ptr, bias_ptr, hidden_ptr, pairs_ptr, experts_ptr, pairs, slots, inner, depth, x_stride,
-    GATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """hidden[pair] = GATE(gate, up) of the pair's token; weight [experts, 2 * inner, depth]."""
+    """hidden[pair] = FUNCTION(gate, up) of the pair's token, or FUNCTION(up); weight [experts, (2 *) inner, depth]."""
     expert, pair, inside = _pairs_of_tile(pairs_ptr, experts_ptr, pairs, ROWS)
     if expert >= 0:
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         x_rows = x_ptr + (pair // slots).to(tl.int64) * x_stride
-        row = expert.to(tl.int64) * 2 * inner + tl.minimum(column, inner - 1)
-        gate = product_of_rows(x_rows, weight_ptr, row, inside, depth, ROWS, COLUMNS, DEPTH)
-        up = product_of_rows(x_rows, weight_ptr, row + inner, inside, depth, ROWS, COLUMNS, DEPTH)
+        row = expert.to(tl.int64) * (2 if GATED else 1) * inner + tl.minimum(column, inner - 1)
+        first = product_of_rows(x_rows, weight_ptr, row, inside, depth, ROWS, COLUMNS, DEPTH)
         if bias_ptr is not None:
-            gate += tl.load(bias_ptr + row).to(tl.float32)[None, :]
-            up += tl.load(bias_ptr + row + inner).to(tl.float32)[None, :]
-        out = rounded(GATE(gate, up), hidden_ptr.dtype.element_ty)
+            first += tl.load(bias_ptr + row).to(tl.float32)[None, :]
+        if GATED:
+            up = product_of_rows(x_rows, weight_ptr, row + inner, inside, depth, ROWS, COLUMNS, DEPTH)
+            if bias_ptr is not None:
+                up += tl.load(bias_ptr + row + inner).to(tl.float32)[None, :]
+            result = FUNCTION(first, up)
+        else:
+            result = FUNCTION(first)
+        out = rounded(result, hidden_ptr.dtype.element_ty)
         place = pair.to(tl.int64)[:, None] * inner + column[None, :]
         tl.store(hidden_ptr + place, out, inside[:, None] & (column < inner)[None, :])
 

@@ -1,10 +1,12 @@
 """Paged against contiguous KV caches on the engine by the clock: Kwon et al. 2023, sections 6.2 to 6.5.
 
-The kernels are those for paged memory throughout: a contiguous reservation is so many blocks that nobody else has.
+The kernels are those for paged memory throughout: a contiguous reservation is so many blocks that nobody else has. In
+static batches (``static-oracle``, ``static-max``) the engine gets one batch at a time, with padded lengths.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +19,10 @@ from octavo.core.errors import ConfigError
 from octavo.core.sampling_params import BeamSearchParams, SamplingParams
 from octavo.engine.llm_engine import LLMEngine
 from octavo.lab.bench.restartable import RestartableCore, restarted, start
-from octavo.lab.simulate.allocators.comparison import ALLOCATORS
+from octavo.lab.bench.steady import Guard, GuardedRun
+from octavo.lab.simulate.allocators.comparison import BASELINES
 from octavo.lab.simulate.allocators.contiguous import ContiguousBlocks, reserving
+from octavo.lab.simulate.allocators.static_batches import STATIC, StaticBatching, take_batch
 from octavo.lab.simulate.engine import SimulatedEngine, run
 from octavo.lab.simulate.run import Recorder
 from octavo.lab.simulate.step_profile import StepProfile
@@ -136,15 +140,17 @@ def measure(
     cases: Sequence[AllocatorCase],
     *,
     repeats: int,
+    guard: Guard,
     share: float = 1.0,
     profile: StepProfile | None = None,
-) -> Iterator[AllocatorRun]:
-    """Each case with each allocator, once in each repeat, so that what slows the machine down does so for all.
+) -> Iterator[GuardedRun[AllocatorRun]]:
+    """Each case with each allocator, once in each repeat, in every second one backwards.
 
     Args:
         options: as ``make_options`` made them.
         cases: what to run.
         repeats: with seeds from ``options.seed`` on.
+        guard: repeats runs that were disturbed.
         share: of each case's requests.
         profile: of this engine, for what the simulator says of the same requests.
     """
@@ -152,19 +158,32 @@ def measure(
     try:
         engine = use_allocator(core, engine, cases[0], "paged")
         _run(engine, cases[0], "paged", cases[0].items(options.seed)[:_WARM_UP], options.seed)
+
+        def run(case: AllocatorCase, allocator: str, items: Sequence[WorkItem], seed: int) -> AllocatorRun:
+            nonlocal engine
+            engine = use_allocator(core, engine, case, allocator)
+            figures = _run(engine, case, allocator, items, seed)
+            if profile is not None and case.width == 1:
+                rate = simulated_rate(profile, engine.core.options, case, allocator, items)
+                figures = msgspec.structs.replace(figures, simulated=rate)
+            return figures
+
         for repeat in range(repeats):
             seed = options.seed + repeat
             for case in cases:
                 items = case.items(seed, share)
-                for allocator in ALLOCATORS:
-                    engine = use_allocator(core, engine, case, allocator)
-                    figures = _run(engine, case, allocator, items, seed)
-                    if profile is not None and case.width == 1:
-                        rate = simulated_rate(profile, engine.core.options, case, allocator, items)
-                        figures = msgspec.structs.replace(figures, simulated=rate)
-                    yield figures
+                jobs = {
+                    f"{allocator} ({case.name}, seed {seed})": functools.partial(run, case, allocator, items, seed)
+                    for allocator in baselines(case)
+                }
+                yield from guard.measure(jobs, backwards=repeat % 2 == 1)
     finally:
         core.shutdown()
+
+
+def baselines(case: AllocatorCase) -> tuple[str, ...]:
+    """What a case is run with. The sequences of one request share their prompt, which static batches do not know."""
+    return tuple(name for name in BASELINES if case.width == 1 or name not in STATIC)
 
 
 def use_allocator(core: RestartableCore, engine: LLMEngine, case: AllocatorCase, allocator: str) -> LLMEngine:
@@ -181,6 +200,8 @@ def _manager(case: AllocatorCase, allocator: str, queues: Any) -> Any:
     """What makes the blocks, called as ``BlockManager`` is."""
     if allocator == "paged":
         return BlockManager
+    if allocator in STATIC:
+        return lambda *sizes, **settings: BlockManager(*sizes, **{**settings, "prefix_caching": False})
 
     def make(num_blocks: int, block_size: int, **settings: Any) -> ContiguousBlocks:
         reserve = reserving(allocator, case.context, queues)
@@ -191,24 +212,32 @@ def _manager(case: AllocatorCase, allocator: str, queues: Any) -> Any:
 
 def _run(engine: LLMEngine, case: AllocatorCase, allocator: str, items: Sequence[WorkItem], seed: int) -> AllocatorRun:
     ids = (0, engine.core.model_config.vocab_size - 1)
-    start = time.perf_counter()
-    for number, item in enumerate(items):
-        engine.add_request(str(number), token_ids(item, ids), case.params(item, number), streaming=False)
     scheduler, slots = engine.core.scheduler, case.num_blocks * _BLOCK_SIZE
     sequences = filled = waited = 0.0
-    while engine.has_unfinished_requests():
-        before, ended = time.perf_counter(), 0
-        for output in engine.step():
-            ended += len(output.outputs)
-            if any(completion.finish_reason != "length" for completion in output.outputs):
-                reasons = [completion.error or completion.finish_reason for completion in output.outputs]
-                raise ConfigError(f"{case.name} with {allocator}: request {output.request_id} ended with {reasons}")
-        seconds = time.perf_counter() - before
-        stats = scheduler.stats()
-        if stats.num_waiting:
-            waited += seconds
-            sequences += seconds * (scheduler.queues.num_running_seqs + ended)
-            filled += seconds * (stats.blocks_used * _BLOCK_SIZE - stats.empty_slots) / slots
+    left, batch = list(items), None
+    start = time.perf_counter()
+    while left:
+        if allocator in STATIC:
+            batch = take_batch(left, allocator, case.num_blocks, _BLOCK_SIZE, case.context)
+        taken = left if batch is None else batch.padded
+        left = left[len(taken) :]
+        for number, item in enumerate(taken):
+            engine.add_request(str(number), token_ids(item, ids), case.params(item, number), streaming=False)
+        while engine.has_unfinished_requests():
+            before, ended = time.perf_counter(), 0
+            progress = _progress(engine)
+            for output in engine.step():
+                ended += len(output.outputs)
+                if any(completion.finish_reason != "length" for completion in output.outputs):
+                    reasons = [completion.error or completion.finish_reason for completion in output.outputs]
+                    raise ConfigError(f"{case.name} with {allocator}: request {output.request_id} ended with {reasons}")
+            seconds = time.perf_counter() - before
+            stats = scheduler.stats()
+            if stats.num_waiting or left:
+                waited += seconds
+                sequences += seconds * (scheduler.queues.num_running_seqs + ended)
+                tokens = stats.blocks_used * _BLOCK_SIZE - stats.empty_slots
+                filled += seconds * (tokens if batch is None else batch.tokens(progress)) / slots
     total = time.perf_counter() - start
     return AllocatorRun(
         case=case.name,
@@ -222,6 +251,12 @@ def _run(engine: LLMEngine, case: AllocatorCase, allocator: str, items: Sequence
     )
 
 
+def _progress(engine: LLMEngine) -> int:
+    """Tokens computed of the sequence that is furthest."""
+    running = engine.core.scheduler.queues.running
+    return max((seq.num_computed for group in running for seq in group.seqs), default=0)
+
+
 def simulated_rate(
     profile: StepProfile, options: EngineConfig, case: AllocatorCase, allocator: str, items: Sequence[WorkItem]
 ) -> float:
@@ -233,5 +268,8 @@ def simulated_rate(
         options.model_copy(update=changes),
         make_blocks=_manager(case, allocator, lambda: engine.scheduler.queues),
     )
-    run(engine, items, recorder.ended, recorder.sample)
+    if allocator in STATIC:
+        StaticBatching(engine, allocator).run(items, recorder.ended, recorder.sample)
+    else:
+        run(engine, items, recorder.ended, recorder.sample)
     return recorder.figures(engine).requests_per_s

@@ -118,7 +118,9 @@ def calibrate(llm: LLM, device: str, *, rounds: int = 3, seed: int = 0) -> tuple
         or core.options.world_size > 1
         or any(group.window is not None for group in core.blocks.groups)
     ):
-        raise ConfigError("octavo bench calibrate measures networks without attention windows on one worker")
+        raise ConfigError(
+            "octavo bench calibrate measures networks without attention windows and recurrent states on one worker"
+        )
     rng = random.Random(seed)
     _drive(engine, [random_prompts(engine, 1, 16, rng)[0] for _ in range(4)], rng, _OUTPUT)  # buffers, GPU graphs
     measured: list[list[MeasuredStep]] = []

@@ -40,7 +40,7 @@ def kernels_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
     """Each kernel alone, at the shapes of a model."""
     from octavo.core.dtypes import DType
     from octavo.kernels import load_kernels
-    from octavo.lab.bench.kernel_cases import Shapes, Types, attention_cases, linear_cases
+    from octavo.lab.bench.kernel_cases import Shapes, Types, attention_cases, linear_cases, state_cases
     from octavo.lab.bench.kernels import measure_case
     from octavo.loader.resolve import resolve_model
     from octavo.models.config_files import read_model_config
@@ -61,7 +61,7 @@ def kernels_part(shape: str, scale: Scale, peak: Roofline) -> Iterator[Row]:
         )
 
     with kernels.mode():
-        for cases in (attention_cases, linear_cases):
+        for cases in (attention_cases, linear_cases, state_cases):
             for case in cases(kernels, config, Types(DType.BFLOAT16), shapes):
                 yield from each([(_case_name(case), partial(row, case))])
 

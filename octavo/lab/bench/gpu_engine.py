@@ -13,7 +13,7 @@ from octavo.lab.bench.gpu_scale import Roofline, Row, Scale, batch_name, each
 from octavo.lab.bench.offline import BatchRun, greedy, make_batches, measure, random_prompts, run_batch
 from octavo.lab.simulate.step_costs import layer_weights, prefill_operations, weight_bytes_read
 from octavo.lab.workloads.lengths import Constant
-from octavo.models.network import build_without_weights, kv_bytes_per_token
+from octavo.models.network import build_without_weights, kv_bytes_per_token, state_bytes
 
 if TYPE_CHECKING:
     from octavo.engine.llm import LLM
@@ -86,14 +86,14 @@ def _prefill(llm: LLM, scale: Scale, peak: Roofline) -> Iterator[Row]:
     runs = [_run(llm, 1, n, 1, seed) for seed in range(1 + _PREFILL_ROUNDS)][1:]
     seconds = statistics.median(run.prefill_seconds for run in runs)
     network = build_without_weights(c, llm.llm_engine.core.dtype)
-    operations = prefill_operations(network, n)
+    operations, layers = prefill_operations(network, n), sum(spec.kind != "state" for spec in network.kv_specs)
     yield f"prefill {n}", n / seconds, "tok/s", f"{n} tokens / {seconds * 1e3:.2f} ms, median of {len(runs)}"
     if peak.tflops:
         yield (
             f"prefill {n}, share of matrix peak",
             operations / (seconds * peak.tflops * 1e12),
             "of peak",
-            f"(2 x {layer_weights(network)} weights x {n} + 4 x {c.num_layers} layers x {c.num_heads} heads x "
+            f"(2 x {layer_weights(network)} weights x {n} + 4 x {layers} layers x {c.num_heads} heads x "
             f"{c.head_dim} x {n} x {n + 1} / 2 + 2 x {c.vocab_size} x {c.hidden_size}) = "
             f"{operations / 1e12:.4g} TFLOP / ({seconds * 1e3:.2f} ms x {peak.tflops:.4g} TFLOP/s)",
         )
@@ -111,12 +111,13 @@ def _decode(llm: LLM, scale: Scale, peak: Roofline, batch: int) -> Iterator[Row]
     if peak.gb_s:
         core = llm.llm_engine.core
         network = build_without_weights(core.model_config, core.dtype)
-        weights, cached = weight_bytes_read(network, batch), kv_bytes_per_token(network)
+        weights, cached, states = weight_bytes_read(network, batch), kv_bytes_per_token(network), state_bytes(network)
+        of_states = f" + {batch} x 2 x {states} B of states" if states else ""
         yield (
             f"{name}, share of bandwidth",
             f.share_of_bandwidth,
             "of limit",
-            f"({weights / 1e9:.4g} GB of weights + {batch} x {f.context:.1f} tokens x {cached} B) / "
+            f"({weights / 1e9:.4g} GB of weights + {batch} x {f.context:.1f} tokens x {cached} B{of_states}) / "
             f"({step_ms:.3f} ms x {peak.gb_s:.4g} GB/s)",
         )
     if f.device_idle_share is None:

@@ -16,6 +16,7 @@ from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput, m
 from octavo.kernels.interface import (
     Array,
     AttentionSpec,
+    DeltaHeads,
     Kernels,
     LayerCache,
     LowRank,
@@ -23,6 +24,7 @@ from octavo.kernels.interface import (
     LowRankShape,
     PackedWeight,
 )
+from octavo.layers.gated_delta import DeltaShape
 from octavo.layers.layer import Weight
 from octavo.models.network import Network, build_without_weights, matrices, size_bytes
 
@@ -268,7 +270,9 @@ def _repeated(packed: list[PackedWeight], x: Array, options: dict[str, Any]) -> 
 def attention_cases(kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes) -> Iterator[KernelCase]:
     """Attention of decodes, then of prefills, one case at a time."""
     network = types.network(c)
-    spec = network.kv_specs[0]
+    if all(spec.kind == "state" for spec in network.kv_specs):
+        return
+    spec = _attention_spec(network)
     token_bytes = spec.bytes_per_token
     pair_flops = 2.0 * c.num_heads * (spec.head_dim + (_latent_value(network) or spec.head_dim))
     for sequences, context in shapes.decodes:
@@ -297,11 +301,14 @@ def _attention_case(
     blocks = int(kernels.to_numpy(batch.block_tables).max()) + 1
     rows = len(batch.positions)
     # One layer exceeds a GPU's caches; the KV cache of all layers might not fit its memory.
-    c, layers = network.config, len(network.kv_specs) if kernels.name == "cpu" else 1
-    caches = kernels.make_group_cache(network.kv_specs[0], layers, blocks, BLOCK)
-    _fill(kernels, caches, network.kv_specs[0], _latent_value(network), types.dtype, blocks)
+    kv_spec = _attention_spec(network)
+    c, layers = network.config, 1
+    if kernels.name == "cpu":
+        layers = sum(spec.kind != "state" for spec in network.kv_specs)
+    caches = kernels.make_group_cache(kv_spec, layers, blocks, BLOCK)
+    _fill(kernels, caches, kv_spec, _latent_value(network), types.dtype, blocks)
     spec = AttentionSpec(c.head_dim**-0.5, value_dim=_latent_value(network))
-    q = kernels.array(_random(rows, c.num_heads, network.kv_specs[0].head_dim, dtype=types.dtype))
+    q = kernels.array(_random(rows, c.num_heads, kv_spec.head_dim, dtype=types.dtype))
 
     def forward(step: ForwardBatch) -> ForwardOutput:
         for cache in caches:
@@ -310,6 +317,51 @@ def _attention_case(
 
     size, flops, arithmetic = tokens * token_bytes, tokens * token_flops, _name(types.dtype)
     return KernelCase("attention", shape, rows, size, flops, len(caches), forward, batch, True, arithmetic)
+
+
+#: Bytes of the states of a case at least: more than any processor's caches.
+_STATE_BYTES = 1 << 28
+
+
+def state_cases(kernels: Kernels, c: ModelConfig, types: Types, shapes: Shapes) -> Iterator[KernelCase]:
+    """The gated delta rule of a layer, if the network has any: decodes of up to 256 sequences, then prefills."""
+    delta: DeltaShape | None = getattr(c, "delta", None)
+    if delta is None:
+        return
+    for sequences in shapes.rows:
+        if sequences <= 256:
+            yield _delta_case(kernels, delta, types, f"{sequences} sequences", [1] * sequences, 2)
+    for length in shapes.prefills:
+        yield _delta_case(kernels, delta, types, f"prefill {length}", [length], length)
+
+
+def _delta_case(
+    kernels: Kernels, delta: DeltaShape, types: Types, shape: str, counts: list[int], end: int
+) -> KernelCase:
+    """``end``: position after the last token of each sequence."""
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    numbers, rows = values * delta.key_dim, sum(counts)
+    state_bytes = 4 * numbers * len(counts)
+    caches = kernels.make_group_cache(KVSpec.state(numbers), -(-_STATE_BYTES // state_bytes), len(counts), 1)
+    for cache in caches:
+        cache.state_tokens = end
+    widths = (2 * keys + values, values, delta.value_heads, delta.value_heads)
+    qkv, z, b, a = (kernels.array(_random(rows, width, dtype=types.dtype)) for width in widths)
+    decay, dt_bias, norm = (_random(n, dtype=DType.FLOAT32) for n in (*widths[2:], delta.value_dim))
+    vectors = (kernels.array(vector) for vector in (-np.abs(decay), dt_bias, norm))
+    heads = DeltaHeads(delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, 1e-6, *vectors)
+    tables = np.arange(len(counts), dtype=np.int32).reshape(-1, 1)
+    batch = make_batch(counts, [end] * len(counts), tables, end, kernels)
+
+    def forward(step: ForwardBatch) -> ForwardOutput:
+        for cache in caches:
+            out = kernels.gated_delta_rule(qkv, z, b, a, heads, cache, step)
+        return ForwardOutput(out)
+
+    inputs = (sum(widths) + values) * rows * types.dtype.itemsize
+    # The state is read and written; a token multiplies it by its decay, adds to it, and is a product with it twice.
+    size, flops = 2 * state_bytes + inputs, 7.0 * numbers * rows
+    return KernelCase("gated delta rule", shape, rows, size, flops, len(caches), forward, batch, True)
 
 
 #: Tokens whose random keys and values are written at once.
@@ -331,9 +383,14 @@ def _fill(
             kernels.reshape_and_cache(k[: len(slots)], v[: len(slots)], cache, kernels.wrap(slots))
 
 
+def _attention_spec(network: Network) -> KVSpec:
+    """Of the first layer with attention."""
+    return next(spec for spec in network.kv_specs if spec.kind != "state")
+
+
 def _latent_value(network: Network) -> int | None:
     """Of latent attention, the numbers of a cached vector that are not rotated."""
-    spec = network.kv_specs[0]
+    spec = _attention_spec(network)
     return spec.head_dim - network.config.head_dim if spec.kind == "latent" else None
 
 

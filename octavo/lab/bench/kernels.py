@@ -23,6 +23,7 @@ from octavo.lab.bench.kernel_cases import (
     expert_cases,
     linear_cases,
     low_rank_cases,
+    state_cases,
 )
 
 
@@ -103,12 +104,12 @@ def measure(
     limits: Limits,
     device: str = "cpu",
 ) -> Iterator[KernelFigures]:
-    """Measures linear layers, adapters, experts, then decode and prefill attention, against the limits of each.
+    """Measures linear layers, adapters, experts, attention and recurrent states, against the limits of each.
 
     Raises:
         ConfigError: the backend does not support such weights.
     """
-    for cases in (linear_cases, low_rank_cases, expert_cases, attention_cases):
+    for cases in (linear_cases, low_rank_cases, expert_cases, attention_cases, state_cases):
         for case in cases(kernels, config, types, shapes):
             yield measure_case(kernels, case, device, limits)
 

@@ -156,6 +156,24 @@ def make_report(
     )
 
 
+def ranges(reports: list[ServeReport]) -> dict[str, tuple[float, float]]:
+    """Of several runs, the least and the largest of the figures that a run is judged by."""
+    columns = {name: [getattr(of, name) for of in reports] for name in ("requests_per_s", "output_tokens_per_s")}
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
+        for part in ("mean", "p50", "p99"):
+            columns[f"{name}.{part}"] = [getattr(getattr(of, name), part, None) for of in reports]
+    return {name: (min(of), max(of)) for name, of in columns.items() if None not in of}
+
+
+def ranges_text(reports: list[ServeReport]) -> list[str]:
+    """The ranges for a terminal; nothing of a single run."""
+    if len(reports) < 2:
+        return []
+    parts = [f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in ranges(reports).items()]
+    lines = [f"above: the median of {len(reports)} runs by output tokens/s; over all of them"]
+    return lines + ["  " + "; ".join(parts[i : i + 3]) for i in range(0, len(parts), 3)]
+
+
 def gaps(outcomes: list[RequestOutcome]) -> list[float]:
     """Seconds between consecutive chunks, over all requests."""
     return list(chain.from_iterable((b - a for a, b in pairwise(o.chunks)) for o in outcomes))

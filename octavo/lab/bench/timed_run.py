@@ -42,7 +42,7 @@ def run_timed(
             sent[str(number)] = following
             engine.add_request(
                 str(number),
-                token_ids(following, ids),
+                following.prompt if isinstance(following.prompt, str) else token_ids(following, ids),
                 params(following),
                 arrival_time=start + following.at,
                 priority=following.priority,

@@ -1,7 +1,7 @@
-"""What attention windows save: the memory of a sequence, and the sequences that run at once.
+"""What attention windows and recurrent states save: the memory of a sequence, and the sequences that run at once.
 
 Each kind of layers has blocks of its own and gives back those behind its window; beside it the same scheduler with
-blocks that hold every token in every layer. No weights are needed.
+blocks that hold every token in every layer, except that states never do. No weights are needed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _OPTIONS = SchedulerOptions(max_num_seqs=512, max_num_batched_tokens=8192)
 
 #: (prompt, output) lengths of requests, and the tokens that the KV cache would hold without windows.
 Load = tuple[list[tuple[int, int]], int]
-#: Bytes of a block, and window, of each group of layers.
-Groups = list[tuple[int, int | None]]
+#: Tokens of a state's block: the default of ``state_checkpoint_tokens``.
+_STATE_TOKENS = 512
+#: Of each kind of layers.
+Groups = list[GroupShape]
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,22 @@ def measure_windows(model: str, specs: list[KVSpec], given: dict[str, Load] | No
     """Each load through the scheduler in the same memory, without groups and with them; ``specs``: of the layers."""
     kinds = group_layers(specs)
     groups: Groups = sorted(
-        ((len(kind.layers) * kind.spec.bytes_per_token * _BLOCK, kind.spec.window) for kind in kinds),
-        key=lambda group: (group[1] is not None, -(group[1] or 0)),
+        (
+            GroupShape(
+                len(kind.layers) * (kind.spec.bytes_per_token * _BLOCK + kind.spec.bytes_per_state),
+                kind.spec.window,
+                _STATE_TOKENS if kind.spec.kind == "state" else None,
+            )
+            for kind in kinds
+        ),
+        key=lambda group: (group.window is not None, -(group.window or 0)),
     )
+    states = [group for group in groups if group.state_tokens]
+    tokens = [group for group in groups if not group.state_tokens]
+    whole = [GroupShape(sum(group.block_bytes for group in tokens)), *states]
     for load, (lengths, slots) in (given or loads()).items():
-        cache_bytes = slots // _BLOCK * sum(size for size, _ in groups)
-        whole: Groups = [(sum(size for size, _ in groups), None)]
-        for split in (whole, groups):
+        cache_bytes = sum(slots // (group.state_tokens or _BLOCK) * group.block_bytes for group in groups)
+        for split in [whole, groups] if any(group.window is not None for group in tokens) else [groups]:
             yield _run(model, load, groups, split, lengths, cache_bytes)
 
 
@@ -74,12 +85,11 @@ def _run(
 ) -> WindowFigures:
     """``groups`` of the model by the bytes of a block and the window, and how the blocks are split into groups."""
     longest = max(prompt + output for prompt, output in lengths)
-    sizes, windows = zip(*split, strict=True)
     budget = _OPTIONS.token_budget
-    layout = KVLayout([*map(GroupShape, sizes, windows)], _BLOCK, _OPTIONS.max_num_seqs, budget)
+    layout = KVLayout(split, _BLOCK, _OPTIONS.max_num_seqs, budget)
     counts = layout.split(cache_bytes, longest)
     blocks = BlockManager(
-        [GroupBlocks(n, window=w, block_bytes=b) for n, b, w in zip(counts, sizes, windows, strict=True)],
+        [GroupBlocks(n, 0, g.window, g.block_bytes, g.state_tokens) for n, g in zip(counts, split, strict=True)],
         _BLOCK,
         watermark=0.01,
         max_num_batched_tokens=budget,
@@ -97,14 +107,15 @@ def _run(
         saturated = saturated or scheduler.counts().kv_cache_usage > 0.9
         if saturated and scheduler.queues.num_waiting:
             running += len(seqs)
-            for size, window in groups:
-                read += sum(min(s.num_computed, window or s.num_computed) for s in seqs) * size / _BLOCK
+            for size, window, state_tokens in groups:
+                of_tokens = sum(min(s.num_computed, window or s.num_computed) for s in seqs) * size / _BLOCK
+                read += len(seqs) * size if state_tokens else of_tokens
             steps += 1
     stats = scheduler.counts()
     return WindowFigures(
         model,
         load,
-        len(split) > 1 or split[0][1] is not None,
+        split is groups,
         longest,
         largest,
         cache_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from octavo.lab.commands import (
     bench_serve,
     bench_speculation,
 )
-from octavo.lab.commands.records import show
+from octavo.lab.commands.records import add_again_flag, show
+from octavo.lab.commands.waiting import Waiting
 
 if TYPE_CHECKING:
     from octavo.config.engine_config import EngineConfig
@@ -66,7 +68,9 @@ examples:
   octavo bench serve --model smollm2-135m --concurrency 16
   octavo bench chaos smollm2-135m --duration 60
 
-offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size.
+offline    throughput of batches of random prompts, greedy decoding to a fixed length; one row for each batch size:
+           medians of --rounds, which are interleaved, and the range of the seconds. A run beside which the machine
+           changed is repeated up to --again times, and marked with * if that did not help.
            With --speculative: of drafters against no drafts, in turns, on texts to write out again with a change,
            chats, the same chats again, random tokens and code; further fields of --speculative-config count for each
 kernels    each kernel alone at the shapes of the model, and its share of the machine's peak rates
@@ -132,8 +136,9 @@ def make_parser() -> Parser:
         type=int,
         default=3,
         metavar="N",
-        help="of a calibration, simulation, comparison of drafters, or of grammar: times are medians (3)",
+        help="of offline, a calibration, simulation, comparison of drafters, or of grammar: times are medians (3)",
     )
+    add_again_flag(parser)
     parser.add_argument(
         "--speculative",
         metavar="METHOD,...",
@@ -162,7 +167,7 @@ def run(arguments: Arguments) -> int:
         refuse_words(arguments)
     else:
         model = take_model(arguments)
-    for name, least in (("context", 32), ("waiting", 0), ("rounds", 1)):
+    for name, least in (("context", 32), ("waiting", 0), ("rounds", 1), ("again", 0)):
         check_range(arguments, name, least=least)
     measure = {
         "offline": _offline,
@@ -183,7 +188,7 @@ def run(arguments: Arguments) -> int:
 def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.engine.llm import LLM
     from octavo.kernels import resolve_device
-    from octavo.lab.bench.offline import BatchFigures, make_batches, measure
+    from octavo.lab.bench.offline import RoundsFigures, make_batches, measure_rounds
     from octavo.lab.workloads.lengths import parse_inputs, parse_outputs
 
     options = read_engine_config(arguments, model)
@@ -202,25 +207,35 @@ def _offline(arguments: Arguments, model: str | None, stream: IO[str] | None) ->
     defaults = {"max_model_len": longest, "max_num_seqs": max(arguments.batches), "time_kernels": limits is None}
     llm = LLM(**{**defaults, **options.model_dump(exclude_unset=True)})
 
-    def last(f: BatchFigures) -> str:
+    def last(f: RoundsFigures) -> str:
         if f.share_outside_kernels is not None:
             return f"{f.share_outside_kernels:14.1%}"
         return f"{f.decode_step_ms:7.2f}  {f.device_idle_share or 0:8.1%}  {f.share_of_bandwidth or 0:12.1%}"
 
-    show(
-        measure(
+    runs = len(batches) * arguments.rounds
+    with Waiting(f"{runs} runs of batches", runs, first=len(batches)) as waiting:
+        figures, notes = measure_rounds(
             llm,
             batches,
-            bandwidth_gb_s=limits.bandwidth_gb_s if limits is not None else None,
-        ),
+            limits.bandwidth_gb_s if limits is not None else None,
+            rounds=arguments.rounds,
+            again=arguments.again,
+            ended=waiting.add,
+            say=waiting.say,
+        )
+    show(
+        figures,
         stream,
-        "batch  seconds  prefill tok/s  decode tok/s  output tok/s  "
+        "batch   seconds    least  largest  prefill tok/s  decode tok/s  output tok/s  "
         + ("outside kernels" if limits is None else "step ms  GPU idle  of bandwidth"),
         lambda f: (
-            f"{f.batch:5}  {f.seconds:7.2f}  {f.prefill_tokens_per_s:13.0f}  {f.decode_tokens_per_s:12.1f}"
+            f"{f.batch:5}{'*' if f.disturbed else ' '}  {f.seconds:7.2f}  {f.fastest_seconds:7.2f}"
+            f"  {f.slowest_seconds:7.2f}  {f.prefill_tokens_per_s:13.0f}  {f.decode_tokens_per_s:12.1f}"
             f"  {f.output_tokens_per_s:12.1f}  {last(f)}"
         ),
     )
+    for note in notes:
+        print(note, file=sys.stderr if stream is not None else sys.stdout)
 
 
 def _memory(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from octavo.cli.flags import PREFIX, add_engine_flags, take_model
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, check_range, json_output
 from octavo.core.errors import ConfigError
+from octavo.lab.commands.records import add_again_flag
 from octavo.lab.commands.waiting import Waiting, add_thorough_flag
+from octavo.lab.workloads.flags import FORMS, add_workload_flags, given_flags, make_workload
 
 if TYPE_CHECKING:
     from octavo.lab.bench.policies.lab import Configure, ScenarioRow
@@ -20,15 +22,20 @@ if TYPE_CHECKING:
 
 PLACES = ("process", "server", "simulated")
 DEFAULT_PROFILE = "smollm2-135m-2-cores"
+#: The name of the scenario that flags describe.
+OWN = "traffic"
 #: The scenario of a first look: all policies in well under a minute on two cores.
 FIRST_LOOK = "sparse-short"
-EXAMPLE = """\
+EXAMPLE = f"""\
 examples:
   octavo bench policies smollm2-135m
   octavo bench policies smollm2-135m --thorough
   octavo bench policies smollm2-135m --places process,server,simulated --json lab.json --csv lab.csv
   octavo bench policies --places simulated --scenarios separating
   octavo bench policies --places simulated --policies fcfs,sjf,my_module:MyPolicy
+  octavo bench policies smollm2-135m --request-rate 4 --num-requests 200 --input-len chat --output-len uniform:16,256
+  octavo bench policies smollm2-135m --trace requests.csv --num-requests 500 --request-rate 2 --policies fcfs,srpt
+  octavo bench policies smollm2-135m --scenarios mine.yaml,my_module:EVENING
   octavo bench policies opt-125m-shape --load-format dummy --places process
 
 classic are dense-short, dense-long, sparse-short, sparse-long: 1000 requests at 1000 a second or 100 at 100, lengths
@@ -36,7 +43,13 @@ Poisson around 20 or 80 tokens; each request has a random one of three prioritie
 few-blocks-recompute and -swap, heavy-tailed-70, -90 and -110, services-90 and -90-long, priorities, greedy-and-modest,
 deadlines-90 and -110: those of heavy-tailed and services hide lengths from all policies but sjf, their oracle, and the
 place server does not run them. Priorities and targets are left out where a policy does not look at them. Every run
-begins with empty blocks and a policy that has learned nothing; repeat i has the seed --seed + i.
+begins with empty blocks and a policy that has learned nothing; repeat i has the seed --seed + i, and every second
+repeat runs the policies backwards. A run by the clock beside which the machine changed is repeated, and marked with *
+if that did not help.
+
+The flags of arrivals and requests describe a scenario of your own. A .yaml file has the same words under traffic, and a
+load in place of a rate is a share of the capacity: see the module octavo.lab.bench.policies.scenario_files.
+{FORMS}
 """
 
 
@@ -49,17 +62,19 @@ def make_parser() -> Parser:
         epilog=EXAMPLE,
     )
     lab = parser.add_argument_group("lab").add_argument
-    lab("--scenarios", metavar="S,S", help=f"groups or names of scenarios ({FIRST_LOOK})")
+    lab("--scenarios", metavar="S,S", help=f"groups, names, .yaml files or module:Name ({FIRST_LOOK})")
     lab("--policies", metavar="P,P", help="names, or module:Class (all that are installed)")
     lab("--places", default="process", metavar="P,P", help=f"some of {', '.join(PLACES)} (process)")
-    lab("--repeats", type=int, metavar="N", help="runs of each, with seeds of their own (1)")
+    lab("--repeats", type=int, metavar="N", help="runs of each, with seeds of their own (2 by the clock, else 1)")
     add_thorough_flag(parser, "the scenarios classic, three runs of each")
+    add_again_flag(parser)
     lab("--profile", default=DEFAULT_PROFILE, metavar="NAME|FILE", help=f"of the simulation ({DEFAULT_PROFILE})")
     lab("--mode", choices=("offline", "server"), default="offline", help="which of its overheads count (offline)")
     add_json_flag(parser)
     lab("--csv", type=Path, metavar="PATH", help="write all figures as CSV")
     lab("--plots", type=Path, metavar="FOLDER", help="draw the lab: PNG files (needs the extra octavo[plot])")
     add_report_flag(parser)
+    add_workload_flags(parser)
     add_engine_flags(parser)
     return parser
 
@@ -68,15 +83,19 @@ def run(arguments: Arguments) -> int:
     """Runs the lab and prints its tables, or JSON."""
     from octavo.lab.bench.policies import catalogue, tables
     from octavo.lab.bench.policies.lab import Lab
+    from octavo.lab.bench.policies.scenarios import Scenario
+    from octavo.lab.bench.steady import Guard
     from octavo.lab.plots.style import load_matplotlib
     from octavo.scheduler.policies import POLICIES, policy_class
 
     model = take_model(arguments)
-    if arguments.scenarios is None:
+    given = given_flags(arguments)
+    if arguments.scenarios is None and not given:
         arguments.scenarios = "classic" if arguments.thorough else FIRST_LOOK
-    if arguments.repeats is None:
-        arguments.repeats = 3 if arguments.thorough else 1
-    scenarios = catalogue.find(_words("scenarios", arguments.scenarios))
+    scenarios = catalogue.find(_words("scenarios", arguments.scenarios)) if arguments.scenarios is not None else []
+    if given:
+        make_workload(arguments, 0)  # wrong flags are refused before a model is loaded
+        scenarios.append(Scenario(OWN, " ".join(given), {}, lambda capacity, seed: make_workload(arguments, seed)))
     policies = _words("policies", arguments.policies) if arguments.policies else list(POLICIES)
     names = _words("places", arguments.places)
     for policy in policies:
@@ -84,7 +103,11 @@ def run(arguments: Arguments) -> int:
     for name in names:
         if name not in PLACES:
             raise ConfigError(f"no place {name!r}; known: {', '.join(PLACES)}")
+    if arguments.repeats is None:
+        by_the_clock = any(name != "simulated" for name in names)
+        arguments.repeats = 3 if arguments.thorough else 2 if by_the_clock else 1
     check_range(arguments, "repeats")
+    check_range(arguments, "again", least=0)
     if "scheduling_policy" in arguments.group(PREFIX):
         raise ConfigError("--scheduling-policy has no meaning here: name the policies in --policies")
     if arguments.report is not None or arguments.plots is not None:
@@ -102,16 +125,19 @@ def run(arguments: Arguments) -> int:
         what = f"{runs} runs: {', '.join(s.name for s in scenarios)} under {', '.join(policies)}; {', '.join(names)}"
         with Waiting(what, runs, skip=1) as waiting:  # the first run loads the model
 
-            def ended(_: ScenarioRow) -> None:
-                waiting.add()
+            def ended(row: ScenarioRow) -> None:
+                if row.place == "simulated":
+                    waiting.add()
 
             def begins(place: str, scenario: str) -> None:
                 waiting.phase(f"{place}, {scenario}")
 
-            rows = Lab(places, configure, seed).run(scenarios, policies, arguments.repeats, ended, begins)
+            guard = Guard(again=arguments.again, ended=waiting.add, say=waiting.say)
+            rows = Lab(places, configure, seed, guard).run(scenarios, policies, arguments.repeats, ended, begins)
+        notes = guard.report()
         about = {place.name: place.about for place in places}
         if arguments.plots is not None or arguments.report is not None:
-            _draw(arguments, rows, scenarios, about)
+            _draw(arguments, rows, scenarios, about, notes)
         if json_to is not None:
             settings = {"repeats": arguments.repeats, "seed": seed, "options": arguments.group(PREFIX)}
             settings["scenarios"] = {scenario.name: scenario.about for scenario in scenarios}
@@ -119,11 +145,17 @@ def run(arguments: Arguments) -> int:
         if csv_to is not None:
             tables.write_csv(rows, csv_to)
         if arguments.json != "-":
-            print(tables.markdown(rows, about), end="")
+            print(tables.markdown(rows, about, notes), end="")
     return 0
 
 
-def _draw(arguments: Arguments, rows: list[ScenarioRow], scenarios: list[Scenario], about: Mapping[str, str]) -> None:
+def _draw(
+    arguments: Arguments,
+    rows: list[ScenarioRow],
+    scenarios: list[Scenario],
+    about: Mapping[str, str],
+    notes: list[str],
+) -> None:
     from octavo.lab.bench.policies import pictures
     from octavo.lab.commands.simulate_report import write_plots
 
@@ -132,7 +164,7 @@ def _draw(arguments: Arguments, rows: list[ScenarioRow], scenarios: list[Scenari
         write_plots(drawn, arguments.plots)
     if arguments.report is not None:
         options = {**arguments.plain("json", "csv", "report", "plots"), **arguments.group(PREFIX)}
-        report = pictures.make_report(rows, scenarios, about, drawn, arguments.command, options)
+        report = pictures.make_report(rows, scenarios, about, drawn, arguments.command, options, notes)
         report.write(arguments.report)
 
 

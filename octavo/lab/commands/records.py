@@ -1,4 +1,4 @@
-"""Records of measurements: lines of a table, or JSON lines."""
+"""Records of measurements: lines of a table, or JSON lines; and the flag of the guard over runs by the clock."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import IO, Any
 
-from octavo.cli.parsing import write_line
+from octavo.cli.parsing import Parser, write_line
+
+
+def add_again_flag(parser: Parser, default: int = 2) -> None:
+    """Adds ``--again``, for a ``Guard`` (``octavo.lab.bench.steady``)."""
+    parser.add_argument(
+        "--again",
+        type=int,
+        default=default,
+        metavar="N",
+        help="most repeats of a run that other processes, the hypervisor or a slower machine disturbed by more than "
+        f"5 %% ({default})",
+    )
 
 
 def show(records: Iterable[Any], stream: IO[str] | None, title: str, line: Callable[[Any], str]) -> None:

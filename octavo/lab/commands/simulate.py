@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,13 @@ import msgspec
 from octavo.cli.flags import PREFIX, add_engine_flags, read_engine_config, refuse_idle_flags
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, add_report_flag, check_folder, refuse_words, write_json
 from octavo.core.errors import ConfigError
-from octavo.lab.commands import simulate_allocators, simulate_plan, simulate_preemption, simulate_profile
+from octavo.lab.commands import (
+    simulate_allocators,
+    simulate_delay,
+    simulate_plan,
+    simulate_preemption,
+    simulate_profile,
+)
 from octavo.lab.commands.cluster_flags import (
     OPTIONS,
     add_cluster_flags,
@@ -23,16 +29,20 @@ from octavo.lab.commands.cluster_flags import (
     num_processes,
     refuse_without_replicas,
 )
+from octavo.lab.commands.scenario_flag import add_scenario_flag, read_scenario
 from octavo.lab.commands.waiting import Waiting
 from octavo.lab.workloads.flags import FORMS, add_workload_flags, make_workload
+from octavo.lab.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from octavo.config.engine_config import EngineConfig
+    from octavo.lab.bench.policies.scenarios import Scenario
     from octavo.lab.commands.simulate_report import PolicyRun
     from octavo.lab.simulate.cluster.spec import ClusterSpec
+    from octavo.lab.simulate.engine import MaxTokens
     from octavo.lab.simulate.figures import Completions, Latency, RunFigures
     from octavo.lab.simulate.step_profile import StepProfile
-    from octavo.lab.workloads.workload import Workload
+    from octavo.lab.workloads.work_items import WorkItem
 
 EXAMPLE = f"""\
 examples:
@@ -43,8 +53,11 @@ examples:
   octavo simulate --profile llama-3.1-8b-h100 --replicas 8 --router prefix --turns 4 --request-rate 20
   octavo simulate profile llama-3.1-8b-shape --bandwidth-gb-s 3350 --tflops 989 --memory-gb 80
   octavo simulate --request-rate 4 --num-requests 200 --num-gpu-blocks-override 400 --record run.jsonl
+  octavo simulate --scenario heavy-tailed-90 --compare srpt,sjf
+  octavo simulate --scenario mine.yaml --report out.html
   octavo simulate allocators
   octavo simulate preemption
+  octavo simulate delay
 
 The profile says what a step costs and how large the KV cache is: 'octavo bench calibrate' measures one, 'octavo
 simulate profile' computes one. Equal calls give equal figures. {FORMS}
@@ -57,6 +70,7 @@ _COMMANDS = {
     "plan": simulate_plan,
     "allocators": simulate_allocators,
     "preemption": simulate_preemption,
+    "delay": simulate_delay,
 }
 
 
@@ -75,7 +89,7 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = _SimulateParser(
         prog="octavo simulate",
-        usage="octavo simulate [profile|plan|allocators|preemption] [options]",
+        usage="octavo simulate [profile|plan|allocators|preemption|delay] [options]",
         description="Runs a workload through the scheduler and block manager of the engine on a virtual clock.",
         epilog=EXAMPLE,
     )
@@ -93,6 +107,7 @@ def make_parser() -> Parser:
         "--record", type=Path, metavar="FILE", help="write what the engine's blocks and queues do: see octavo view"
     )
     add_cluster_flags(parser, sized=True)
+    add_scenario_flag(parser)
     add_workload_flags(parser)
     add_engine_flags(parser)
     return parser
@@ -104,6 +119,7 @@ def run(arguments: Arguments) -> int:
         return _COMMANDS[arguments.command_of_simulate].run(arguments)
     from octavo.lab.commands import simulate_report
     from octavo.lab.plots.style import load_matplotlib
+    from octavo.lab.simulate.cluster.spec import stated_limits
     from octavo.lab.simulate.step_profile import load_profile
 
     refuse_words(arguments)
@@ -122,15 +138,23 @@ def run(arguments: Arguments) -> int:
         check_folder(arguments.record, "--record")
         if spec is not None or arguments.compare is not None:
             raise ConfigError("--record is for one engine under one policy: leave out --replicas and --compare")
-    workload = make_workload(arguments, options.seed)
+    policies = _policies(options.scheduling_policy, arguments.compare)
+    scenario = read_scenario(arguments)
+    if scenario is not None and spec is not None:
+        raise ConfigError("--scenario is for one engine: leave out --replicas")
+    if scenario is None:
+        workload: Sequence[WorkItem] | Workload = make_workload(arguments, options.seed)
+        stated = stated_limits(arguments.max_tokens)
+        conditions = {policy: (_under(options, policy), stated) for policy in policies}
+    else:
+        workload, conditions = _of_scenario(arguments, scenario, profile, options, policies)
     start = time.perf_counter()
     runs = []
-    policies = _policies(options.scheduling_policy, arguments.compare)
     what = f"{len(workload)} requests under {', '.join(policies)}"
     with Waiting(what, len(policies), shown=len(policies) > 1) as waiting:
         for policy in policies:
             waiting.phase(policy)
-            figures, done = _simulate(arguments, spec or profile, _under(options, policy), workload)
+            figures, done = _simulate(arguments, spec or profile, workload, *conditions[policy])
             runs.append(simulate_report.PolicyRun(policy, figures, done))
             waiting.add()
     if arguments.json is None:
@@ -150,17 +174,43 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
+def _of_scenario(
+    arguments: Arguments, scenario: Scenario, profile: StepProfile, options: EngineConfig, policies: Sequence[str]
+) -> tuple[list[WorkItem], dict[str, tuple[EngineConfig, MaxTokens]]]:
+    """Its requests, and for each policy the options and what requests state of their length."""
+    from octavo.config.engine_config import make_config
+    from octavo.lab.bench.policies.lab import Lab, options_for
+    from octavo.lab.bench.policies.places import Simulated, stated
+
+    def configure(place: str, changes: Mapping[str, Any]) -> EngineConfig:
+        return make_config(**{**options.model_dump(exclude_unset=True), **changes})
+
+    capacity = Lab([], configure, options.seed).capacity(Simulated(profile, arguments.mode), scenario)
+    items = list(scenario.make(float("inf") if capacity is None else capacity, options.seed))
+    conditions = {
+        # sjf is the oracle, see ``Scenario.max_tokens``.
+        policy: (configure("", options_for(scenario, policy)), stated(None if policy == "sjf" else scenario.max_tokens))
+        for policy in policies
+    }
+    return items, conditions
+
+
 def _simulate(
-    arguments: Arguments, place: StepProfile | ClusterSpec, options: EngineConfig, load: Workload
+    arguments: Arguments,
+    place: StepProfile | ClusterSpec,
+    load: Sequence[WorkItem] | Workload,
+    options: EngineConfig,
+    max_tokens: MaxTokens,
 ) -> tuple[RunFigures, Completions]:
     """On one engine with a profile, or on a cluster."""
     from octavo.lab.simulate.cluster.cluster_run import record_cluster
-    from octavo.lab.simulate.cluster.spec import ClusterSpec, stated_limits
+    from octavo.lab.simulate.cluster.spec import ClusterSpec
     from octavo.lab.simulate.run import record, record_views
 
     if isinstance(place, ClusterSpec):
+        assert isinstance(load, Workload)
         return record_cluster(place, options, load, processes=num_processes(arguments))
-    settings = {"mode": arguments.mode, "max_tokens": stated_limits(arguments.max_tokens)}
+    settings = {"mode": arguments.mode, "max_tokens": max_tokens}
     if arguments.record is not None:
         return record_views(arguments.record, place, options, load, **settings)
     return record(place, options, load, **settings)

@@ -19,7 +19,9 @@ examples:
   octavo simulate allocators --lengths chat --latency-limit 0.1 --rate 2 --json curves.json
 
 The comparison of Kwon et al. 2023 (PagedAttention), section 6.2, on a simulated OPT-13B on an A100: oracle reserves the
-true length of each request, pow2 at most twice its output, max the model's context. Equal calls give equal figures.
+true length of each request, pow2 at most twice its output, max the model's context. static-oracle and static-max batch
+whole requests: as many as memory holds, padded to the longest prompt and the longest answer, begin and end together, in
+memory of the true padded lengths, or of the context (FasterTransformer in the paper). Equal calls give equal figures.
 """
 #: Fits of the paper's traces, see octavo/lab/workloads/lengths.py; and how many requests a run has, unless it is given:
 #: for a first look, and with ``--thorough``.
@@ -67,7 +69,7 @@ def run(arguments: Arguments) -> int:
     """Compares, and prints a table for each kind of lengths, or JSON with the curves too."""
     from octavo.lab.commands.simulate_report import write_plots
     from octavo.lab.plots.style import load_matplotlib
-    from octavo.lab.simulate.allocators.comparison import ALLOCATORS, RUNS, compare, make_setting
+    from octavo.lab.simulate.allocators.comparison import BASELINES, RUNS, compare, make_setting
     from octavo.lab.simulate.step_profile import load_profile
     from octavo.lab.workloads.lengths import parse_inputs, parse_outputs
 
@@ -81,7 +83,7 @@ def run(arguments: Arguments) -> int:
     traces = TRACES if lengths == "both" else (lengths,)
     counts = _REQUESTS if arguments.thorough else _FEW_REQUESTS
     requests = {trace: arguments.num_requests or counts[trace] for trace in traces}
-    runs = RUNS * len(ALLOCATORS)
+    runs = RUNS * len(BASELINES)
     seconds = seconds_here(sum(runs * count * _COST[trace] for trace, count in requests.items()))
     comparisons = {}
     what = f"about {runs * len(requests)} simulations{'' if arguments.thorough else FIRST_LOOK}"
@@ -94,7 +96,7 @@ def run(arguments: Arguments) -> int:
             setting = make_setting(profile, parse_inputs(trace), parse_outputs(trace), count, arguments.seed)
             comparisons[trace] = compare(setting, arguments.latency_limit, arguments.rate, begins, waiting.add)
             if arguments.json is None:
-                waiting.print("\n".join(_table(trace, comparisons[trace])))
+                waiting.print("\n".join(table(trace, comparisons[trace])))
     if arguments.plots is not None:
         write_plots({f"allocators_{trace}": (draw(comparisons[trace]), "") for trace in comparisons}, arguments.plots)
     if arguments.json is not None:
@@ -113,20 +115,32 @@ def draw(result: AllocatorComparison) -> Any:
     return curves(points, "requests/s", "normalized latency (s/token)", 4 * result.latency_limit)
 
 
-def _table(trace: str, result: AllocatorComparison) -> list[str]:
+def table(trace: str, result: AllocatorComparison) -> list[str]:
+    """The lines for a terminal."""
     paged = result.allocators[0]
     lines = [
         f"{trace} ({TRACES[trace]}): {result.requests} requests of {result.mean_input:.1f} + "
         f"{result.mean_output:.1f} tokens; latency limit {result.latency_limit:g} s/token; "
         f"memory and batch at {result.at:.2f} requests/s",
-        f"{'':8}{'req/s':>8}{'paged /':>9}{'batch':>8}{'paged /':>9}   share of memory: {'tokens':>6}{'reserved':>10}"
-        f"{'internal':>10}{'external':>10}  (rounding + free)",
+        f"{'':13}{'req/s':>8}{'paged /':>9}{'at once':>9}{'batch':>8}{'paged /':>9}   share of memory: "
+        f"{'tokens':>6}{'reserved':>10}{'internal':>10}{'external':>10}  (rounding + free)",
     ]
     for a in result.allocators:
         s = a.shares
         ratio = paged.batch / a.batch if a.batch else math.nan
         lines.append(
-            f"{a.allocator:8}{a.rate:8.2f}{paged.rate / a.rate:8.2f}x{a.batch:8.2f}{ratio:8.2f}x{'':20}"
-            f"{s.tokens:6.1%}{s.reserved:10.1%}{s.internal:10.1%}{s.external:10.1%}  ({s.rounding:.1%} + {s.free:.1%})"
+            f"{a.allocator:13}{a.rate:8.2f}{paged.rate / a.rate:8.2f}x{a.throughput:9.2f}{a.batch:8.2f}{ratio:8.2f}x"
+            f"{'':20}{s.tokens:6.1%}{s.reserved:10.1%}{s.internal:10.1%}{s.external:10.1%}"
+            f"  ({s.rounding:.1%} + {s.free:.1%})"
         )
+    by_name = {a.allocator: a for a in result.allocators}
+    worth = [
+        f"{name} {own.rate / static.rate:.2f}x, {own.throughput / static.throughput:.2f}x"
+        for name in ("oracle", "max")
+        for own, static in [(by_name[name], by_name[f"static-{name}"])]
+    ]
+    lines.append(
+        "iteration-level over static batching in the same memory, req/s at the limit, and with all requests at the "
+        f"start: {'; '.join(worth)}"
+    )
     return lines

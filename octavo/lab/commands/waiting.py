@@ -66,7 +66,7 @@ class Waiting:
 
     def __enter__(self) -> Self:
         about = "" if self._seconds is None else f", about {duration(self._seconds)}"
-        self._say(f"octavo: {self._what}{about}")
+        self.say(f"{self._what}{about}")
         if self._shown and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -84,7 +84,7 @@ class Waiting:
             self._bar.set_description(name)
         else:
             of = f" of {self._total}" if self._total is not None else ""
-            self._say(f"octavo: {name} ({self._done}{of} done)" if self._done else f"octavo: {name}")
+            self.say(f"{name} ({self._done}{of} done)" if self._done else name)
 
     def add(self, count: int = 1) -> None:
         """So many units are done."""
@@ -96,7 +96,7 @@ class Waiting:
             self._start = time.perf_counter()
         elif self._seconds is None and self._total is not None and self._first <= counted and self._done < self._total:
             self._seconds = (time.perf_counter() - self._start) / counted * (self._total - self._done)
-            self._say(f"octavo: about {duration(self._seconds)} left")
+            self.say(f"about {duration(self._seconds)} left")
         if self._bar is not None:
             self._bar.total = self._total
             self._bar.update(count)
@@ -107,11 +107,12 @@ class Waiting:
             self._bar.clear()
         print(text, flush=True)
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Writes a line on standard error."""
         if self._bar is not None:
             self._bar.clear()
         if self._shown:
-            notice(text)
+            notice(f"octavo: {text}")
 
 
 def duration(seconds: float) -> str:

@@ -42,12 +42,14 @@ def computed_profile(
     decodes takes the time to read the KV cache, and that of prompts the time to compute.
 
     Raises:
-        ConfigError: layers have attention windows, or the weights do not fit the memory.
+        ConfigError: layers have attention windows or recurrent states, or the weights do not fit the memory.
     """
     from octavo.lab.simulate import step_costs
     from octavo.models import network as sizes
 
     network = sizes.build_without_weights(config, dtype, quantization)
+    if any(spec.kind == "state" for spec in network.kv_specs):
+        raise ConfigError(f"{model} has recurrent states: a step profile is for layers that keep all tokens")
     if any(spec.window is not None for spec in network.kv_specs):
         raise ConfigError(f"{model} has attention windows: a step profile is for layers that keep all tokens")
     read, compute = device.bandwidth * device.bandwidth_share, device.operations * device.operations_share

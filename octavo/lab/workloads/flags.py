@@ -1,9 +1,13 @@
-"""The flags of commands that run a workload, and the workload that they describe."""
+"""The words that describe a workload: flags of commands, and names in a file; and the workload of them."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import difflib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NoReturn
 
 from octavo.core.errors import ConfigError
 from octavo.lab.workloads.arrivals import Arrivals, parse_arrivals
@@ -22,11 +26,19 @@ Azure LLM inference traces), or JSONL. With a rate a trace gives the requests bu
 
 #: Requests of a workload, unless a command has another number.
 DEFAULT_REQUESTS = 100
-_DEFAULT_THINK, _DEFAULT_CONTEXT = Conversations.think, Conversations.max_context
+#: Flags whose value counts without being given.
+_DEFAULTS: dict[str, Any] = {
+    "input_len": "128",
+    "output_len": "128",
+    "shared_prefix_len": 0,
+    "think_time": Conversations.think,
+    "max_context": Conversations.max_context,
+    "request_class": [],
+}
 
 
-def add_workload_flags(parser: argparse.ArgumentParser, requests: int = DEFAULT_REQUESTS) -> None:
-    """Adds the flags that ``make_workload`` reads; all have defaults, ``requests`` that of their number.
+def add_workload_flags(parser: argparse.ArgumentParser, requests: int | None = DEFAULT_REQUESTS) -> None:
+    """Adds the flags that ``make_workload`` reads; ``requests``: the default of their number, for the help.
 
     ``--seed`` is not among them: commands with the engine's options have it already, others call ``add_seed_flag``.
     """
@@ -38,41 +50,93 @@ def add_workload_flags(parser: argparse.ArgumentParser, requests: int = DEFAULT_
     add = parser.add_argument_group("requests").add_argument
     add("--num-requests", "--requests", type=int, metavar="N", help=f"how many ({requests}, or the whole trace)")
     add("--trace", type=Path, metavar="PATH", help="CSV or JSONL file of requests and times")
-    add("--input-len", default="128", metavar="LEN", help="length of prompts in tokens (128)")
-    add("--output-len", default="128", metavar="LEN", help="tokens to generate (128)")
-    add("--shared-prefix-len", type=int, default=0, metavar="N", help="tokens that all prompts share (0)")
+    add("--input-len", metavar="LEN", help="length of prompts in tokens (128)")
+    add("--output-len", metavar="LEN", help="tokens to generate (128)")
+    add("--shared-prefix-len", type=int, metavar="N", help="tokens that all prompts share (0)")
     add("--system-prompts", metavar="COUNT,LEN[,S]", help="texts before prompts, popular by Zipf's law of exponent S")
     add("--turns", metavar="LEN", help="requests are turns of conversations, each of so many")
     add(
         "--think-time",
         type=float,
-        default=_DEFAULT_THINK,
         metavar="S",
-        help=f"mean seconds from turn to turn, answer included ({_DEFAULT_THINK:g})",
+        help=f"mean seconds from turn to turn, answer included ({_DEFAULTS['think_time']:g})",
     )
     add(
         "--max-context",
         type=int,
-        default=_DEFAULT_CONTEXT,
         metavar="N",
-        help=f"a conversation ends before it has more tokens ({_DEFAULT_CONTEXT})",
+        help=f"a conversation ends before it has more tokens ({_DEFAULTS['max_context']})",
     )
     add("--users", metavar="USERS", help="COUNT, zipf:COUNT,EXPONENT or NAME=SHARE[:WEIGHT],...")
     add(
         "--request-class",
         action="append",
-        default=[],
         metavar="CLASS",
         help="SHARE[,ttft:MS][,tpot:MS][,priority:N] of requests; may be repeated",
     )
 
 
+class _Words(argparse.ArgumentParser):
+    """Reads the flags' words from a file."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _words_parser() -> _Words:
+    parser = _Words(allow_abbrev=False, add_help=False)
+    add_workload_flags(parser)
+    return parser
+
+
+def given_flags(arguments: argparse.Namespace) -> list[str]:
+    """The flags of ``add_workload_flags`` that are given, with their values; none after ``make_workload``."""
+    given = []
+    for action in _words_parser()._actions:
+        value = getattr(arguments, action.dest)
+        for each in value if isinstance(value, list) else () if value is None else (value,):
+            given.append(f"{action.option_strings[0]} {each}")
+    return given
+
+
+def workload_of_words(words: Mapping[str, Any], seed: int, folder: Path, name: str = "") -> Workload:
+    """The workload that the flags' names (with hyphens or underscores) and values describe.
+
+    Args:
+        words: As in a YAML file; a list stands for a flag that is repeated.
+        seed: Of all that is random.
+        folder: The one that the path of a trace is relative to.
+        name: Tells workloads apart that run together, see ``merge``.
+
+    Raises:
+        ConfigError: a name is unknown, or a value is wrong.
+    """
+    parser = _words_parser()
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    argv = []
+    for word, value in words.items():
+        flag = "--" + str(word).replace("_", "-")
+        if flag not in flags:
+            near = difflib.get_close_matches(flag, flags, n=1)
+            raise ConfigError(f"unknown name {word!r}" + (f"; did you mean {near[0][2:]!r}?" if near else ""))
+        argv += [f"{flag}={each}" for each in (value if isinstance(value, list) else [value])]
+    arguments = parser.parse_args(argv)
+    if arguments.trace is not None:
+        arguments.trace = folder / arguments.trace
+    return dataclasses.replace(make_workload(arguments, seed), name=name)
+
+
 def make_workload(arguments: argparse.Namespace, seed: int, requests: int = DEFAULT_REQUESTS) -> Workload:
     """The workload that the flags describe, of so many ``requests`` unless a flag says how many; reads the trace.
+
+    Flags that are not given get their defaults.
 
     Raises:
         ConfigError: a flag's value is wrong, or the trace is.
     """
+    for name, default in _DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
     for name in ("num_requests", "shared_prefix_len"):
         value, least = getattr(arguments, name), 1 if name == "num_requests" else 0
         if value is not None and value < least:

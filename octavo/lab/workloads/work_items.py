@@ -37,3 +37,10 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     session: str | None = None
     #: The prompt itself, of a trace that has it.
     prompt: str | tuple[int, ...] | None = None
+
+
+def other_content(item: WorkItem, name: str) -> WorkItem:
+    """The same request with another prompt of its own; what it shares with others, and a given prompt, stays."""
+    stream = f"{name}/{item.stream}"
+    prefix = tuple((stream if of == item.stream else of, length) for of, length in item.prefix)
+    return msgspec.structs.replace(item, stream=stream, prefix=prefix)

@@ -30,7 +30,7 @@ function describe(cell, map, ids) {
   if (!cell) return "";
   if (cell.bin) return `Blocks ${cell.id} to ${cell.id + cell.size - 1}: ${cell.counts.map((n, state) => n && `${n} ${STATES[state]}`).filter(Boolean).join(", ")}`;
   if (cell.group < 0) return `Block ${cell.id}: ${STATES[cell.state]}`;
-  const tokens = `tokens ${cell.start} to ${cell.start + map.block_size - 1}`;
+  const tokens = `${map.has_states ? "state within " : ""}tokens ${cell.start} to ${cell.start + map.block_size - 1}`;
   return `Block ${cell.id}: request ${nameOf(ids, cell.group)}, ${tokens}${cell.references > 1 ? `, in ${cell.references} block tables` : ""}${cell.state === PINNED ? ", pinned" : ""}`;
 }
 
@@ -39,9 +39,10 @@ export const usedOf = (map) => map.counts[USED] + map.counts[SHARED];
 
 export function summary(map) {
   const [free, cached, used, shared, pinned] = map.counts;
-  const parts = [`${count(used + shared, "block")} used${shared ? ` (${shared} of them shared)` : ""}`, `${cached} cached`, `${free} free`];
+  const parts = [`${count(used + shared, map.has_states ? "state" : "block")} used${shared ? ` (${shared} of them shared)` : ""}`, `${cached} cached`, `${free} free`];
   if (pinned) parts.push(`${pinned} pinned`);
-  return `${count(map.num_blocks, "block")} of ${map.block_size} tokens: ${parts.join(", ")}.`;
+  const blocks = map.has_states ? `${count(map.num_blocks, "recurrent state")}, at most every ${map.block_size} tokens` : `${count(map.num_blocks, "block")} of ${map.block_size} tokens`;
+  return `${blocks}: ${parts.join(", ")}.`;
 }
 
 /** Cells in a row, and the side of one in pixels. */

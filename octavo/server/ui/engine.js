@@ -129,7 +129,8 @@ function View({ frame, frames, steps, index, latencies, onPick }) {
   for (let i = frames.indexOf(frame); i >= 0 && changes.length < MOST_CHANGES; i--) changes.push(...changesOf(frames[i].view).reverse());
   const device = view.blocks.filter((map) => !map.on_host);
   const host = view.blocks.filter((map) => map.on_host && map.num_blocks > 0);
-  const named = (map) => (device.length > 1 ? `Blocks of KV group ${map.group}${map.window ? `, window of ${map.window} tokens` : ""}` : "Blocks of the KV cache");
+  const kind = (map) => (map.has_states ? ", recurrent states" : map.window ? `, window of ${map.window} tokens` : "");
+  const named = (map) => (device.length > 1 ? `Blocks of KV group ${map.group}${kind(map)}` : "Blocks of the KV cache");
   return html`
     <${Tiles} view=${view} steps=${index === null ? steps : steps.slice(0, index + 1)} />
     <section class="card" aria-label="Block map"><h2>Blocks</h2>

@@ -120,7 +120,7 @@ def launch(
 
     numbers, held = getattr(torch, dtype), getattr(torch, cache_dtype or dtype)
     kv_heads, head_dim = (1, 576) if latent else (8, head_dim)
-    caches = cache.make_cache(2, 4, block_size, kv_heads, head_dim, held, "cpu", latent=latent)
+    caches = cache.make_cache(2, 4, block_size, kv_heads, head_dim, held, "cpu", 1 if latent else 2)
     each = 40 if call == "prefill" else 1
     qkv = torch.zeros(3 * each, kv_heads * (group + 2), head_dim, dtype=numbers)
     q, k, v = qkv.split([kv_heads * group, kv_heads, kv_heads], dim=1)

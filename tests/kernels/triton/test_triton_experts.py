@@ -90,6 +90,16 @@ def test_experts_with_biases_and_a_clamped_activation() -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_experts_without_gates() -> None:
+    kernels = of_torch(TritonKernels(DEVICE, deterministic=True))
+    up, down = map(on_device, matrices(40, [24] * 4))
+    packed = [kernels.pack([matrix[:24]]) for matrix in up]
+    packed_down = [kernels.pack([matrix]) for matrix in down]
+    arguments = on_device(rows(21, 40, 4, 2))
+    found = run(kernels.pack_experts(packed, packed_down, activation="relu2"), arguments)
+    torch.testing.assert_close(found, run(PlainExperts(packed, packed_down, "relu2"), arguments), atol=1e-5, rtol=1e-5)
+
+
 def test_rows_are_rounded_to_the_type_of_the_matrices() -> None:
     """Networks without a norm before the experts give them the residual stream, float32."""
     packed = make(*matrices(72, [40] * 3, torch.bfloat16))

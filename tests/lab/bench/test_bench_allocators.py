@@ -13,7 +13,8 @@ from octavo.core.errors import ConfigError
 from octavo.engine.llm_engine import LLMEngine
 from octavo.lab.bench.allocators import CASES, AllocatorCase, make_options, measure, use_allocator
 from octavo.lab.bench.restartable import RestartableCore, start
-from octavo.lab.simulate.allocators.comparison import ALLOCATORS
+from octavo.lab.bench.steady import Guard
+from octavo.lab.simulate.allocators.comparison import ALLOCATORS, BASELINES
 from octavo.lab.simulate.allocators.contiguous import ContiguousBlocks
 from octavo.lab.workloads.lengths import Uniform
 from octavo.lab.workloads.tokens import token_ids
@@ -73,14 +74,18 @@ def test_every_allocator_gives_the_same_tokens(started: Started, name: str) -> N
 
 def test_runs_are_measured_with_each_allocator_beside_the_simulator(tiny_model: Path) -> None:
     options = make_options(make_config(model=str(tiny_model)), [SMALL["one"]])
-    runs = list(measure(options, [SMALL["one"]], repeats=2, profile=profile()))
-    assert [(f.allocator, f.seed) for f in runs] == [(a, seed) for seed in (0, 1) for a in ALLOCATORS]
+    guard = Guard(again=0)
+    runs = [run.result for run in measure(options, [SMALL["one"]], repeats=2, guard=guard, profile=profile())]
+    assert [(f.allocator, f.seed) for f in runs] == [(a, seed) for seed in (0, 1) for a in BASELINES]
     for f in runs:
         assert f.requests_per_s == pytest.approx(8 / f.seconds) and f.simulated is not None and 0 < f.filled <= 1
-    paged, *_, largest = runs[:4]
+    paged, _, _, largest, static, static_max = runs[:6]
     assert paged.simulated is not None and largest.simulated is not None
     assert paged.simulated > largest.simulated and paged.sequences > largest.sequences
-    assert largest.sequences == pytest.approx(2)
+    assert largest.sequences == pytest.approx(2) and static_max.sequences == pytest.approx(2)
+    assert static.simulated is not None and static_max.simulated is not None
+    assert paged.simulated > static.simulated >= static_max.simulated and largest.simulated > static_max.simulated
+    assert static_max.filled < largest.filled
 
 
 def test_every_case_fits_its_context_and_max_runs_a_request_of_it() -> None:
@@ -107,10 +112,12 @@ def test_the_command_prints_a_table_and_writes_every_run(
     monkeypatch.setitem(CASES, "one", SMALL["one"])
     file = tmp_path / "out.json"
     words = ["bench", "allocators", str(tiny_model), "--cases", "one", "--repeats", "2", "--profile", "none"]
+    words += ["--again", "0"]
     assert main([*words, "--json", str(file)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| one |")]
-    assert [line.split(" | ")[1] for line in lines] == list(ALLOCATORS) and " | 1.00 ± 0.00 | - | " in lines[0]
-    assert len(json.loads(file.read_text())["runs"]) == 8
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| one |", "| one* |"))]
+    assert [line.split(" | ")[1] for line in lines] == list(BASELINES) and " | 1.00 [1.00, 1.00] | - | " in lines[0]
+    runs = json.loads(file.read_text())["runs"]
+    assert len(runs) == 12 and all(run["conditions"]["attempts"] == 1 for run in runs)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ from octavo.lab.bench.gpu_scale import FULL, TINY, Scale
 from octavo.lab.bench.offline import make_batches, measure, run_batch, step_bytes
 from octavo.lab.simulate.step_costs import layer_weights, prefill_operations, weight_bytes_read
 from octavo.lab.workloads.lengths import Constant
+from octavo.loader.resolve import resolve_model
 from octavo.models.config_files import read_model_config
-from octavo.models.network import build_without_weights, kv_bytes_per_token
+from octavo.models.network import build_without_weights, kv_bytes_per_token, state_bytes
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_bench.py"
@@ -275,6 +276,11 @@ def test_bytes_and_operations_of_a_network_that_is_counted_by_hand(tiny: Path) -
     assert weight_bytes_read(build_without_weights(c, "bfloat16", "int4")) == layers // 2 + head
     assert weight_bytes_read(build_without_weights(c, "bfloat16", "fp8")) == layers + 2 * head
     assert kv_bytes_per_token(build_without_weights(c, "float16")) == 2 * 2 * 2 * 16 * 2
+    hybrid = build_without_weights(read_model_config(resolve_model("qwen3.5-0.8b-shape")), "bfloat16")
+    assert state_bytes(hybrid) == 18 * 4 * (3 * 6144 + 16 * 128 * 128) and state_bytes(network) == 0
+    assert kv_bytes_per_token(hybrid) == 6 * 2 * 2 * 256 * 2
+    attention = 4 * 8 * 6 * 256 * 8 * 9 // 2
+    assert prefill_operations(hybrid, 8) == 2 * 8 * layer_weights(hybrid) + attention + 2 * 248320 * 1024
     assert kv_bytes_per_token(build_without_weights(c, "float16", kv_cache_dtype="fp8")) == 2 * 2 * 2 * (16 + 4)
     # Two tokens: the second sees both; scores and values take two operations a pair, head and dimension each.
     assert prefill_operations(network, 2) == 2 * layers * 2 + 3 * 2 * 4 * 4 * 16 + 2 * head

@@ -15,8 +15,17 @@ from octavo.cli.main import main
 from octavo.core.dtypes import DType
 from octavo.kernels import load_kernels
 from octavo.kernels.interface import Kernels
+from octavo.lab.bench import kernel_cases
 from octavo.lab.bench import kernels as measuring
-from octavo.lab.bench.kernel_cases import Shapes, Types, attention_cases, expert_cases, linear_cases, low_rank_cases
+from octavo.lab.bench.kernel_cases import (
+    Shapes,
+    Types,
+    attention_cases,
+    expert_cases,
+    linear_cases,
+    low_rank_cases,
+    state_cases,
+)
 from octavo.lab.commands import bench_kernels
 from octavo.loader.builtin import SHAPES as MODELS
 from octavo.models.config_files import read_model_config
@@ -144,6 +153,27 @@ def test_bytes_and_operations_of_attention(
     assert decode.bytes == 2 * 40 * of_token and prefill.bytes == 20 * of_token
     assert decode.flops == 2 * 40 * 4 * c.num_heads * c.head_dim
     assert prefill.flops == pytest.approx(20 * 21 / 2 * 4 * c.num_heads * c.head_dim)
+
+
+def test_bytes_and_operations_of_states(
+    kernels: Kernels, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 100, "linear_key_head_dim": 8}
+    small |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3.5-0.8b-shape"] | small))
+    monkeypatch.setattr(kernel_cases, "_STATE_BYTES", 10000)
+    c, types, state = read_model_config(tmp_path), Types(DType.BFLOAT16), 4 * 8 * 16
+    one, three, prefill = state_cases(kernels, c, types, SHAPES)
+    token = 2 * (2 * 2 * 8 + 3 * 4 * 16 + 2 * 4)
+    assert [case.bytes for case in (one, three)] == [rows * (2 * 4 * state + token) for rows in (1, 3)]
+    assert prefill.bytes == 2 * 4 * state + 20 * token and prefill.flops == 20 * one.flops == 20 * 7 * state
+    for case in (one, three, prefill):
+        assert case.calls * 4 * state * (3 if case is three else 1) >= 10000
+        out = case.forward(case.batch).hidden
+        assert out.shape == (case.rows, 4 * 16) and (kernels.to_numpy(out) != 0).any()
+    decode, _ = attention_cases(kernels, c, types, SHAPES)
+    assert decode.bytes == 2 * 40 * 2 * 2 * c.num_kv_heads * c.head_dim and decode.calls == 1
+    assert not [*state_cases(kernels, read_model_config(tiny_model), types, SHAPES)]
 
 
 @pytest.mark.parametrize("kind", ["gguf", "fp8"])

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from octavo.cli.main import main
-from octavo.config.engine_config import make_config
+from octavo.config.engine_config import EngineConfig, make_config
 from octavo.core.errors import ConfigError, EngineStateError
 from octavo.core.sampling_params import SamplingParams
 from octavo.engine.llm_engine import LLMEngine
@@ -25,6 +25,7 @@ from octavo.lab.bench.policies.places import InProcess, Simulated
 from octavo.lab.bench.policies.policy_figures import PlaceOutcome, PolicyFigures, averages, figures
 from octavo.lab.bench.policies.scenarios import Scenario
 from octavo.lab.bench.restartable import restarted, start
+from octavo.lab.bench.steady import Machine, Usage
 from octavo.lab.simulate.figures import Completions
 from octavo.lab.workloads.lengths import Constant
 from octavo.lab.workloads.work_items import WorkItem
@@ -228,7 +229,7 @@ def test_all_places_and_their_tables(
 ) -> None:
     (tmp_path / "profile.json").write_bytes(msgspec.json.encode(profile(max_model_len=256)))
     given = ["--places", "process,server,simulated", "--policies", "deadline", "--scenarios", "tiny"]
-    given += ["--profile", str(tmp_path / "profile.json"), "--repeats", "1", "--num-threads", "1"]
+    given += ["--profile", str(tmp_path / "profile.json"), "--repeats", "1", "--num-threads", "1", "--again", "0"]
     written = [tmp_path / "lab.json", tmp_path / "lab.csv"]
     assert (
         main(["bench", "policies", str(tiny_model), *given, "--json", f"{written[0]}", "--csv", f"{written[1]}"]) == 0
@@ -249,8 +250,31 @@ def test_all_places_and_their_tables(
         assert float(line["mean_latency"]) == mean["mean_latency"] and line["repeats"] == "1"
         assert float(line["latency of b"]) == mean["user_latency"]["b"]
         cells = [tables.number(mean[name]) for name in ("seconds", "requests_per_s", "mean_latency", "p50_latency")]
-        by_policy, by_scenario = (f"| {name} | {' | '.join(cells)} |" for name in ("tiny", row["policy"]))
+        mark = "*" * row["disturbed"]
+        by_policy, by_scenario = (f"| {name}{mark} | {' | '.join(cells)} |" for name in ("tiny", row["policy"]))
         assert shown.count(by_policy) >= 1 and shown.count(by_scenario) >= 1
+
+
+def test_policies_take_turns_and_disturbed_ones_are_marked(
+    tiny_model: Path, tiny_scenario: Scenario, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    before = InProcess.run
+
+    def run(self: InProcess, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> PlaceOutcome:
+        order.append(options.scheduling_policy)
+        return before(self, options, items, limit)
+
+    monkeypatch.setattr(InProcess, "run", run)
+    # The machine is slower from the second run of lcfs on.
+    monkeypatch.setattr(Machine, "reference", lambda self: 1.2 if len(order) >= 4 else 1.0)
+    monkeypatch.setattr(Machine, "usage", lambda self: Usage(0.0, 0, 0.0, 0.0, 0.0))
+    words = ["--policies", "fcfs,lcfs,sjf", "--scenarios", "tiny", "--num-threads", "1", "--again", "0"]
+    assert main(["bench", "policies", str(tiny_model), *words]) == 0
+    assert order == ["fcfs", "lcfs", "sjf", "sjf", "lcfs", "fcfs"], "two repeats by the clock, interleaved"
+    shown = capsys.readouterr().out
+    assert all(f"| {policy}* |" in shown for policy in ("fcfs", "lcfs", "sjf")) and "| tiny* |" in shown
+    assert "* lcfs (process, tiny, repeat 1): reference +20.0%" in shown and "(process, tiny, repeat 0)" not in shown
 
 
 def test_drawings_and_the_report(tiny_scenario: Scenario, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,18 +306,20 @@ def test_goodput_is_drawn_against_the_loads_of_a_family() -> None:
         assert list(line.get_ydata()) == [goodput[f"heavy {load}", line.get_label()] for load in (0.7, 0.9)]
 
 
-def test_tables_show_means_and_deviations() -> None:
+def test_tables_show_medians_and_ranges() -> None:
     rows = simulated_lab().run([TINY], ["fcfs", "srpt"], 3, lambda row: None)
     text = tables.markdown(rows, {"simulated": "a model"})
     found = msgspec.json.decode(tables.as_json(rows, {"simulated": "a model"}, {"seed": 0}))
-    assert "means of 3 runs" in text
+    assert "medians of 3 runs" in text
     for row in found["rows"]:
         latencies = [run["mean_latency"] for run in row["runs"]]
         mean, deviation = statistics.fmean(latencies), statistics.stdev(latencies)
         assert row["mean"]["mean_latency"] == mean and row["deviation"]["mean_latency"] == deviation
-        assert f"| {tables.number(mean)} ± {tables.number(deviation)} |" in text
-        goodput = [run["goodput_share"] for run in row["runs"]]
-        assert f"| {statistics.fmean(goodput):.1%} ± {statistics.stdev(goodput):.1%} |" in text
+        low, median, high = sorted(latencies)
+        assert row["median"]["mean_latency"] == median
+        assert f"| {tables.number(median)} [{tables.number(low)}, {tables.number(high)}] |" in text
+        low, median, high = sorted(run["goodput_share"] for run in row["runs"])
+        assert f"| {median:.1%} [{low:.1%}, {high:.1%}] |" in text
         assert (row["mean"]["tau"] is not None) == (row["policy"] == "srpt")
     assert text.count("| fcfs |") == 1 and text.count("**fcfs**") == 1 and "mean latency of a" in text
 

@@ -141,6 +141,15 @@ def test_sharing_saves_more_the_more_is_shared(demo_model: Path) -> None:
         assert 0 < saved[0] < saved[-1] < 1
 
 
+def test_states_count_beside_blocks_of_tokens() -> None:
+    state, full = KVSpec.state(1024), KVSpec("full", 1, 8, "bfloat16")
+    (figures,) = measure_windows("m", [state] * 3 + [full], {"long": ([(1500, 20)] * 12, 4096)})
+    assert figures.groups
+    at_the_end = 95 * 16 * 32 + 3 * 4096
+    assert at_the_end <= figures.sequence_bytes <= at_the_end + 4 * 3 * 4096, "95 blocks, and one to five states"
+    assert figures.running > 1 and 0 < figures.share_of_cache <= 1
+
+
 def test_windows_save_memory_and_let_more_requests_run() -> None:
     near, far = KVSpec("sliding", 1, 8, "bfloat16", 64), KVSpec("full", 1, 8, "bfloat16")
     given = {"long": ([(500, 20)] * 16, 2048)}

@@ -21,6 +21,7 @@ from octavo.cli.main import main
 from octavo.lab.bench.serve_client import RequestOutcome
 from octavo.lab.bench.serve_http import ProtocolError, ResponseParser
 from octavo.lab.bench.serve_report import Goodput, RunSettings, Spread, make_report
+from octavo.lab.bench.steady import Machine, Usage
 from tests.busy_machine import PATIENCE
 from tests.lab.plots.test_report import Page
 
@@ -234,6 +235,39 @@ def test_same_seed_same_requests(server: FakeServer, tmp_path: Path) -> None:
     report = bench(server, tmp_path, *words, "--seed", "1", "--warmup", "3")
     assert report["num_requests"] == 4
     assert [body["prompt"] for body in server.bodies[15:]] == prompts[:4]
+
+
+def test_a_disturbed_run_is_marked_and_repeated_with_other_prompts_if_asked(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paces = iter([1.0, 1.0, 1.2, 1.0, 1.0, 1.0])  # of the reference: before and after the first run, and so on
+    monkeypatch.setattr(Machine, "reference", lambda self: next(paces))
+    monkeypatch.setattr(Machine, "usage", lambda self: Usage(0.0, 0, 0.0, 0.0, 0.0))
+    words = ["--num-requests", "2", "--concurrency", "1", "--input-len", "uniform:3,30", "--output-len", "1"]
+    report = bench(server, tmp_path, *words, "--repeats", "2", "--again", "1")
+    assert [of["attempts"] for of in report["conditions"]] == [1, 2] and report["repeats"] == 2
+    assert not any(of["disturbed"] for of in report["conditions"])
+    low, high = report["ranges"]["e2e_ms.mean"]
+    assert low <= report["e2e_ms"]["mean"] <= high
+    first, second, again = (server.bodies[i : i + 2] for i in (0, 2, 4))
+    assert [len(body["prompt"]) for body in second] == [len(body["prompt"]) for body in again]
+    assert len({tuple(body["prompt"]) for body in first + second + again}) == 6
+    paces = iter([1.0, 1.2])
+    assert main(["bench", "serve", "--base-url", server.url, "--model", "m", *words]) == 0
+    assert len(server.bodies) == 8 and "* seed 0: reference +20.0%" in capsys.readouterr().out
+
+
+def test_a_scenario_is_sent_at_its_times(server: FakeServer, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "{name: few, traffic: {arrivals: 'fixed:50', num-requests: 3, input-len: 4, output-len: 2, users: a=1}}"
+    )
+    report = bench(server, tmp_path, "--scenario", str(file), "--warmup", "2")
+    assert (report["completed"], report["arrivals"]) == (3, "scenario few")
+    assert all(body["user"] == "a" and len(body["prompt"]) == 4 for body in server.bodies[2:])
+    assert len({tuple(body["prompt"]) for body in server.bodies}) == 5
+    report = bench(server, tmp_path, "--scenario", str(file), "--concurrency", "1")
+    assert report["arrivals"] == "closed loop, 1 clients"
 
 
 def test_chat_speaks_text(server: FakeServer, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def draw(rows: Sequence[ScenarioRow], scenarios: Sequence[Scenario]) -> dict[str
     for place in dict.fromkeys(row.place for row in rows):
         here = {(row.scenario, row.policy): row for row in rows if row.place == place}
         names = list(dict.fromkeys(scenario for scenario, _ in here))
-        means = {name: {r.policy: r.mean.mean_latency for r in here.values() if r.scenario == name} for name in names}
+        means = {name: {r.policy: r.median.mean_latency for r in here.values() if r.scenario == name} for name in names}
         pictures[f"mean-latency-{place}"] = (drawings.bars(means, "mean latency (s)"), f"Mean latency, {place}.")
         for name in names:
             latencies: dict[str, Any] = {r.policy: r.latencies for r in here.values() if r.scenario == name}
@@ -51,7 +51,7 @@ def _goodput(here: Mapping[tuple[str, str], ScenarioRow], members: Sequence[Scen
     policies = dict.fromkeys(policy for _, policy in here)
     curves: dict[str, list[float]] = {}
     for policy in policies:
-        values = [row.mean.goodput_per_s if (row := here.get((s.name, policy))) else None for s in members]
+        values = [row.median.goodput_per_s if (row := here.get((s.name, policy))) else None for s in members]
         curves[policy] = [math.nan if value is None else value for value in values]
     if all(math.isnan(value) for curve in curves.values() for value in curve):
         return None
@@ -65,11 +65,17 @@ def make_report(
     drawn: Mapping[str, tuple[Any, str]],
     command: Sequence[str],
     options: Mapping[str, Any],
+    notes: Sequence[str] = (),
 ) -> Report:
-    """The report: by place the drawings, and each scenario's table; ``about``: by place, what ran there."""
+    """The report: by place the drawings, and each scenario's table; ``about``: by place, what ran there.
+
+    ``notes``: lines about runs that were disturbed.
+    """
     report = Report("Scheduling policies compared", command, options)
     report.heading("Scenarios")
     report.table(["scenario", "requests"], [[scenario.name, scenario.about] for scenario in scenarios])
+    for note in notes:
+        report.text(note)
     for place, text in about.items():
         here = [row for row in rows if row.place == place]
         report.heading(f"{place}: {text}")
@@ -81,6 +87,7 @@ def make_report(
             lines = [row for row in here if row.scenario == scenario.name]
             titles, cells = compared(lines)
             report.heading(f"{scenario.name}, {place}")
-            report.table(["policy", *titles], [[r.policy, *c] for r, c in zip(lines, cells, strict=True)])
+            labels = [row.policy + "*" * row.is_disturbed for row in lines]
+            report.table(["policy", *titles], [[label, *c] for label, c in zip(labels, cells, strict=True)])
             report.figure(*drawn[f"latencies-{place}-{scenario.name}"])
     return report

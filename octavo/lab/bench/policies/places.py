@@ -35,6 +35,8 @@ class Place(ABC):
     about: str
     #: Whether requests can end before the limit that they state.
     hides_lengths: ClassVar[bool] = True
+    #: Whether other processes could slow it down.
+    by_the_clock: ClassVar[bool] = True
     #: Requests of the run that finds a capacity: by the clock it takes as long as the scenarios themselves.
     capacity_requests: ClassVar[int] = 120
 
@@ -54,6 +56,7 @@ class Simulated(Place):
     """The scheduler on a virtual clock; equal runs give equal figures."""
 
     name = "simulated"
+    by_the_clock = False
     capacity_requests = REQUESTS
 
     def __init__(self, profile: StepProfile, mode: Literal["offline", "server"] = "offline") -> None:
@@ -64,14 +67,15 @@ class Simulated(Place):
     def run(self, options: EngineConfig, items: Sequence[WorkItem], limit: int | None) -> PlaceOutcome:
         """See ``Place``."""
         recorder = Recorder()
-        engine = SimulatedEngine(self._profile, options, mode=self._mode, max_tokens=_stated(limit))
+        engine = SimulatedEngine(self._profile, options, mode=self._mode, max_tokens=stated(limit))
         run(engine, items, recorder.ended, lambda _: None)
         stats = engine.scheduler.counts()
         preemptions = stats.preemptions_by_recompute + stats.preemptions_by_swap
         return PlaceOutcome(recorder.done, preemptions, _tau(engine.scheduler.queues.policy))
 
 
-def _stated(limit: int | None) -> MaxTokens:
+def stated(limit: int | None) -> MaxTokens:
+    """What requests state as ``max_tokens``, see ``Scenario.max_tokens``."""
     return exact_max_tokens if limit is None else lambda item: max(limit, item.output_len)
 
 

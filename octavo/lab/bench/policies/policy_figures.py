@@ -91,6 +91,20 @@ def _within_targets(ended: Sequence[WorkItem], done: Completions) -> int:
     )
 
 
+def medians(runs: Sequence[PolicyFigures]) -> PolicyFigures:
+    """Medians over repeats, figure by figure."""
+    columns = [msgspec.to_builtins(run) for run in runs]
+    found: dict[str, Any] = {}
+    for name in PolicyFigures.__struct_fields__:
+        values = [column[name] for column in columns]
+        if name == "user_latency":
+            users = sorted(set().union(*values))
+            found[name] = {u: statistics.median([value[u] for value in values if u in value]) for u in users}
+        else:
+            found[name] = None if None in values else statistics.median(values)
+    return PolicyFigures(**found)
+
+
 def averages(runs: Sequence[PolicyFigures]) -> tuple[PolicyFigures, PolicyFigures]:
     """Means over repeats, and standard deviations (of a sample; 0 of a single run), figure by figure."""
     columns = [msgspec.to_builtins(run) for run in runs]

@@ -12,26 +12,27 @@ import msgspec
 
 from octavo.lab.bench.policies.lab import ScenarioRow
 from octavo.lab.bench.policies.policy_figures import PolicyFigures
+from octavo.lab.bench.steady import median_and_range
 
 #: Most users that have a column of their own in Markdown.
 _USERS = 4
 
 
-def markdown(rows: Sequence[ScenarioRow], about: dict[str, str]) -> str:
-    """Both tables of each place; ``about``: by place, what ran there."""
+def markdown(rows: Sequence[ScenarioRow], about: dict[str, str], notes: Sequence[str] = ()) -> str:
+    """Both tables of each place; ``about``: by place, what ran there; ``notes``: lines at the end."""
     parts = []
     for place, text in about.items():
         here = [row for row in rows if row.place == place]
         parts.append(f"## {place}: {text}; {averaged(here)}")
         parts += _tables("By policy", "scenario", here, lambda row: row.policy, lambda row: row.scenario)
         parts += _tables("By scenario", "policy", here, lambda row: row.scenario, lambda row: row.policy)
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *notes]) + "\n"
 
 
 def averaged(rows: Sequence[ScenarioRow]) -> str:
     """How figures of these rows were averaged."""
     repeats = max((len(row.runs) for row in rows), default=0)
-    return f"means of {repeats} runs, ± their standard deviation" if repeats > 1 else "one run"
+    return f"medians of {repeats} runs [least, largest]" if repeats > 1 else "one run"
 
 
 def _tables(
@@ -46,7 +47,8 @@ def _tables(
         lines = [row for row in rows if group(row) == name]
         titles, cells = compared(lines)
         yield f"**{name}**\n\n" + markdown_table(
-            [first, *titles], [[label(r), *c] for r, c in zip(lines, cells, strict=True)]
+            [first, *titles],
+            [[label(r) + "*" * r.is_disturbed, *c] for r, c in zip(lines, cells, strict=True)],
         )
 
 
@@ -103,7 +105,7 @@ def _cells(row: ScenarioRow, columns: dict[str, str]) -> Iterable[str]:
         kind, _, user = name.partition(":")
         values = [run.user_latency.get(user) if kind == "user" else getattr(run, name) for run in row.runs]
         held = [value for value in values if value is not None]
-        yield spread(held, "{:.1%}".format if name in _SHARES else number) if held else "-"
+        yield median_and_range(held, "{:.1%}".format if name in _SHARES else number) if held else "-"
 
 
 def number(value: float) -> str:
@@ -121,7 +123,7 @@ def spread(values: Sequence[float], cell: Callable[[float], str] = number) -> st
 
 
 def as_json(rows: Sequence[ScenarioRow], about: dict[str, str], settings: dict[str, Any]) -> bytes:
-    """All figures: of each run, means and standard deviations."""
+    """All figures: of each run with its conditions, medians, means and standard deviations."""
     return msgspec.json.encode(
         {
             **settings,
@@ -132,9 +134,12 @@ def as_json(rows: Sequence[ScenarioRow], about: dict[str, str], settings: dict[s
                     "scenario": row.scenario,
                     "policy": row.policy,
                     "capacity": row.capacity,
+                    "median": row.median,
                     "mean": row.mean,
                     "deviation": row.deviation,
                     "runs": row.runs,
+                    "conditions": [run.as_json() for run in row.guarded],
+                    "disturbed": row.is_disturbed,
                 }
                 for row in rows
             ],
@@ -143,20 +148,21 @@ def as_json(rows: Sequence[ScenarioRow], about: dict[str, str], settings: dict[s
 
 
 def write_csv(rows: Sequence[ScenarioRow], stream: IO[str]) -> None:
-    """A line for each place, scenario and policy: each figure's mean, then each figure's standard deviation."""
+    """A line for each place, scenario and policy: each figure's mean, its standard deviation, and its median."""
     names = [name for name in PolicyFigures.__struct_fields__ if name != "user_latency"]
     users = sorted(set().union(*(row.mean.user_latency for row in rows)))
     titles = [*names, *(f"latency of {user}" for user in users)]
     writer = csv.writer(stream, lineterminator="\n")
-    deviations = [f"{title} deviation" for title in titles]
-    writer.writerow(["place", "scenario", "policy", "capacity", "repeats", *titles, *deviations])
+    more = [f"{title} {what}" for what in ("deviation", "median") for title in titles]
+    writer.writerow(["place", "scenario", "policy", "capacity", "repeats", *titles, *more, "disturbed"])
     for row in rows:
         values = [
             value
-            for figures in (row.mean, row.deviation)
+            for figures in (row.mean, row.deviation, row.median)
             for value in (
                 *(getattr(figures, name) for name in names),
                 *(figures.user_latency.get(user) for user in users),
             )
         ]
-        writer.writerow([row.place, row.scenario, row.policy, row.capacity, len(row.runs), *values])
+        fixed = [row.place, row.scenario, row.policy, row.capacity, len(row.runs)]
+        writer.writerow([*fixed, *values, int(row.is_disturbed)])

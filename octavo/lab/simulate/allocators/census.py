@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from octavo.core.plan import StepPlan
@@ -52,6 +54,8 @@ class Census:
     def __init__(self, start: float, stop: float) -> None:
         """Counts steps from ``start`` to ``stop``, in seconds of the engine's clock."""
         self._start, self._stop = start, stop
+        #: Counts the slots of a moment.
+        self.count: Callable[[SimulatedEngine], Slots] = count_slots
         self._sums = [0.0] * len(Slots.__struct_fields__)
         self._batch = self._seconds = 0.0
 
@@ -59,7 +63,7 @@ class Census:
         """Counts a step that was just planned."""
         if not self._start <= engine.now <= self._stop:
             return
-        for i, slots in enumerate(msgspec.structs.astuple(count_slots(engine))):
+        for i, slots in enumerate(msgspec.structs.astuple(self.count(engine))):
             self._sums[i] += slots * seconds
         self._batch += len(plan.seq_ids) * seconds
         self._seconds += seconds

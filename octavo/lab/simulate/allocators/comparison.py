@@ -18,6 +18,7 @@ from octavo.config.engine_config import EngineConfig, make_config
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.allocators.census import Census, Slots
 from octavo.lab.simulate.allocators.contiguous import RESERVATIONS, ContiguousBlocks, reserving
+from octavo.lab.simulate.allocators.static_batches import STATIC, StaticBatching
 from octavo.lab.simulate.engine import SimulatedEngine, run
 from octavo.lab.simulate.figures import RunFigures
 from octavo.lab.simulate.run import Recorder
@@ -28,12 +29,16 @@ from octavo.lab.workloads.traces import Trace
 from octavo.lab.workloads.workload import Workload
 
 ALLOCATORS = ("paged", *RESERVATIONS)
+#: The allocators under iteration-level scheduling, and static batches.
+BASELINES = (*ALLOCATORS, *STATIC)
 #: Most draws for a request that fits the model's context.
 _MOST_DRAWS = 1000
 #: Rates of a curve, as shares of the throughput when all requests are there at the start; more while all of them are
 #: under the limit; and bisections between the last rate under it and the next.
 _SHARES = (0.5, 0.7, 0.85, 0.95, 1.05, 1.2)
 _FURTHER, _MOST_FURTHER = 1.25, 10
+#: Static batches have short answers wait for long ones, unless requests are so rare that batches are small.
+_RARER = 0.5
 _BISECTIONS = 3
 #: Runs of an allocator, where none of ``_MOST_FURTHER`` is needed: also with all requests at the start, and the census.
 RUNS = len(_SHARES) + _BISECTIONS + 2
@@ -53,6 +58,8 @@ class AllocatorFigures(msgspec.Struct, frozen=True):
     #: The highest rate measured under the latency limit, up to which all are; and every rate measured, ascending.
     rate: float
     curve: list[Point]
+    #: Requests/s with all of them there at the start, until nine tenths have ended.
+    throughput: float
     #: At the rate of ``AllocatorComparison.at``: mean sequences in a step, and shares of the KV cache.
     batch: float
     shares: Slots
@@ -130,9 +137,14 @@ def measure(setting: Setting, allocator: str, load: Workload, census: Census | N
     """Runs the load with the allocator; ``census`` counts its steps."""
     recorder = Recorder()
     engine = make_engine(setting, allocator, on_gap=recorder.gaps.add)
+    batching = StaticBatching(engine, allocator) if allocator in STATIC else None
     if census is not None:
         engine.on_plan = functools.partial(census.observe, engine)
-    run(engine, load, recorder.ended, recorder.sample)
+        census.count = census.count if batching is None else batching.slots
+    if batching is None:
+        run(engine, load, recorder.ended, recorder.sample)
+    else:
+        batching.run(load, recorder.ended, recorder.sample)
     done = recorder.done
     each = [e2e / tokens for e2e, tokens in zip(done.e2e.tolist(), done.outputs, strict=True)]
     ends = sorted(done.last)
@@ -140,7 +152,11 @@ def measure(setting: Setting, allocator: str, load: Workload, census: Census | N
 
 
 def make_engine(setting: Setting, allocator: str, **options: Any) -> SimulatedEngine:
-    """An engine with the allocator; ``options``: see ``SimulatedEngine``."""
+    """An engine with the allocator; ``options``: see ``SimulatedEngine``. Of static batches, one with paged memory."""
+    if allocator in STATIC:  # all prompts of a batch are computed in one step
+        tokens = setting.profile.kv_cache_tokens
+        whole = setting.options.model_copy(update={"max_num_batched_tokens": tokens})
+        return SimulatedEngine(setting.profile, whole, **options)
     if allocator != "paged":
         reserve = reserving(allocator, setting.profile.max_model_len, lambda: engine.scheduler.queues)
         options["make_blocks"] = functools.partial(ContiguousBlocks, reserve=reserve)
@@ -150,8 +166,8 @@ def make_engine(setting: Setting, allocator: str, **options: Any) -> SimulatedEn
 
 def find_curve(
     setting: Setting, allocator: str, limit: float, ended: Callable[[], object] = lambda: None
-) -> tuple[float, list[Point]]:
-    """The highest rate found whose normalized latency is under the limit in seconds, and all rates measured.
+) -> tuple[float, list[Point], float]:
+    """The highest rate found whose normalized latency is under the limit in seconds, all rates, and the throughput.
 
     ``ended`` is called after each run.
 
@@ -167,7 +183,12 @@ def find_curve(
     count = len(setting.lengths)
     at_once = measure(setting, allocator, Workload(requests=count, trace=setting.lengths))
     ended()
-    points = [at(share * 0.9 * count / at_once.most_ended) for share in _SHARES]
+    throughput = 0.9 * count / at_once.most_ended
+    points = [at(share * throughput) for share in _SHARES]
+    for _ in range(_MOST_FURTHER):
+        if points[0].normalized_latency <= limit or allocator not in STATIC:
+            break
+        points.insert(0, at(points[0].rate * _RARER))
     for _ in range(_MOST_FURTHER):
         if points[-1].normalized_latency > limit:
             break
@@ -184,7 +205,7 @@ def find_curve(
     for _ in range(_BISECTIONS):
         points.append(at((low + high) / 2))
         low, high = (low, points[-1].rate) if points[-1].normalized_latency > limit else (points[-1].rate, high)
-    return low, sorted(points, key=lambda point: point.rate)
+    return low, sorted(points, key=lambda point: point.rate), throughput
 
 
 def compare(
@@ -203,18 +224,18 @@ def compare(
         ConfigError: see ``find_curve``.
     """
     curves = {}
-    for allocator in ALLOCATORS:
+    for allocator in BASELINES:
         begins(allocator)
         curves[allocator] = find_curve(setting, allocator, limit, ended)
     rate = rate or curves["paged"][0]
     load = setting.load(rate)
     last = max(item.at for item in load)
     found = []
-    for allocator, (highest, curve) in curves.items():
+    for allocator, (highest, curve, throughput) in curves.items():
         census = Census(last / 10, last)
         measure(setting, allocator, load, census)
         ended()
-        found.append(AllocatorFigures(allocator, highest, curve, census.batch, census.shares))
+        found.append(AllocatorFigures(allocator, highest, curve, throughput, census.batch, census.shares))
     count = len(setting.lengths)
     means = sum(setting.lengths.inputs) / count, sum(setting.lengths.outputs) / count
     return AllocatorComparison(count, *means, limit, rate, found)
