@@ -14,9 +14,11 @@ EXAMPLE = """\
 examples:
   octavo simulate --request-rate 4 --num-requests 200 --num-gpu-blocks-override 400 --record run.jsonl
   octavo view run.jsonl
+  octavo view ~/.cache/octavo/dumps/step-20260102-030405-6-789.jsonl
 
-Recordings are written by 'octavo simulate --record', and by the button "Save" of a server's page. Only this machine
-reaches the page; Ctrl-C ends it.
+Recordings are written by 'octavo simulate --record', and by the button "Save" of a server's page; dumps by an engine
+when a step fails: the error is printed, the page shows queues and blocks. Only this machine reaches the page; Ctrl-C
+ends it.
 """
 HOST = "127.0.0.1"
 
@@ -35,12 +37,16 @@ def make_parser() -> Parser:
 
 def run(arguments: Arguments) -> int:
     from octavo.core.stats import read_recording
+    from octavo.engine.step_dumps import read_failure
 
     if len(arguments.words) != 1:
         raise ConfigError(f"octavo view shows one file, not {len(arguments.words)}: octavo view FILE")
     check_range(arguments, "port", most=65535, least=0)
-    server = make_server(read_recording(Path(arguments.words[0])), arguments.port)
+    recording = read_recording(Path(arguments.words[0]))
+    server = make_server(recording, arguments.port)
     with server:
+        if (failure := read_failure(recording)) is not None:
+            print("\n".join(failure.lines()))
         url = f"http://{HOST}:{server.server_address[1]}/"
         print(f"showing {arguments.words[0]} on {url} (Ctrl-C ends it)", flush=True)
         if arguments.open:

@@ -326,6 +326,11 @@ class DeviceOptions(OptionPart):
         description="Seconds between status lines in the log (logger octavo, level info) while the engine is busy: "
         "requests, tokens per second, KV cache, prefix hits; 0: none. Default: none; 5 for octavo serve.",
     )  # fmt: skip
+    step_dumps: Literal["lengths", "tokens", "none"] = Field(
+        "lengths",
+        description="What a dump of a failed step tells of prompts and answers (folder dumps in OCTAVO_CACHE, for "
+        "octavo view and octavo simulate --replay): their lengths, or their token ids too. none: no dumps.",
+    )
     pin_threads: bool = Field(
         False, description="Pin each computing CPU thread to a core of its own, on machines that do nothing else."
     )
@@ -438,11 +443,22 @@ def _shares(value: Any) -> Any:
 Weights = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], BeforeValidator(_shares)]
 
 
+#: Default of ``max_num_seqs``; and "auto" as a number, until ``SchedulerOptions`` resolves it.
+MAX_NUM_SEQS, _AUTO = 256, 1 << 62
+
+
 class SchedulerOptions(OptionPart):
     """How steps are filled, the order of requests, and preemption."""
 
-    max_num_seqs: int = Field(
-        256, ge=1, description="Maximum concurrent sequences. A lower max_num_batched_tokens lowers the default."
+    max_num_seqs: Annotated[int, BeforeValidator(lambda value: _AUTO if value == "auto" else value)] = Field(
+        MAX_NUM_SEQS, ge=1,
+        description="Maximum concurrent sequences. A lower max_num_batched_tokens lowers the default. auto: the "
+        "default, with adapt_num_seqs.",
+    )  # fmt: skip
+    adapt_num_seqs: bool = Field(
+        False,
+        description="Learn from the times of steps and preemptions how many concurrent sequences bring the highest "
+        "throughput, and admit no more, up to max_num_seqs. Answers do not change.",
     )
     max_num_batched_tokens: int | None = Field(
         None, ge=1,
@@ -469,8 +485,9 @@ class SchedulerOptions(OptionPart):
         "fcfs",
         description="Order of admission, preemption and return: fcfs (arrival), static (the request's priority, lower "
         "first), sjf (smallest max_tokens), ldf (most tokens of prompt and output), lcfs (latest arrival), srpt "
-        "(fewest remaining tokens, predicted from finished requests), fair (user with the least service), deadline "
-        "(next deadline that can be met), mlfq (least service, in queues), or module:Class.",
+        "(fewest remaining tokens, predicted from finished requests), boost (arrival, but short requests earlier), "
+        "fair (user with the least service), deadline (next deadline that can be met), mlfq (least service, in "
+        "queues), or module:Class.",
     )
     user_weights: Weights | None = Field(
         None, description="With scheduling_policy fair: shares of users, as alice=2,bob=0.5; others have 1."
@@ -486,7 +503,10 @@ class SchedulerOptions(OptionPart):
         "of their own. Default: no deadline.",
     )  # fmt: skip
     aging_limit: float | None = Field(
-        60.0, ge=0, description="Seconds after which no later arrival overtakes a request; none: no limit."
+        60.0,
+        ge=0,
+        description="Seconds after which no later arrival overtakes a request; none: no limit. Without effect under "
+        "scheduling_policy fair, which lets no user starve.",
     )
     preemption_mode: Literal["auto", "recompute", "swap", "by_sequences"] = Field(
         "auto",
@@ -546,6 +566,11 @@ class SchedulerOptions(OptionPart):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
+        if self.max_num_seqs == _AUTO:
+            object.__setattr__(self, "max_num_seqs", MAX_NUM_SEQS)
+            object.__setattr__(self, "adapt_num_seqs", True)
+            self.model_fields_set.remove("max_num_seqs")
+            self.model_fields_set.add("adapt_num_seqs")
         if (budget := self.max_num_batched_tokens) is not None and budget < self.max_num_seqs:
             if "max_num_seqs" in self.model_fields_set:
                 raise ValueError(

@@ -272,7 +272,7 @@ class RequestOptions(
 
     #: An integer or finite float; lower goes first. Refused, if not 0, under a policy without priorities.
     priority: int | float = 0
-    #: For the policies that share by user or learn from users.
+    #: For the policies that share by user or learn from users. Of HTTP requests without one: the API key's digest.
     user: str = ""
     #: Seconds to the first token, and between later tokens, for the policy ``deadline`` alone; None: as the option.
     ttft_target: float | None = None

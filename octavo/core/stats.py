@@ -530,6 +530,8 @@ MAX_EVENTS = 4000
 
 
 class RecordingHeader(msgspec.Struct):
+    """Further fields tell of a step that failed (``engine/step_dumps.py``)."""
+
     format: str
     version: int
     title: str = ""

@@ -126,6 +126,14 @@ class LastSteps:
         self._publish()
         self._set_at_hand(group_id)
 
+    def blame(self, groups: Iterable[int]) -> None:
+        """Names the groups of a step after which the process cannot go on, in the place of the last steps."""
+        self._steps.clear()
+        self._steps.append(frozenset(groups))
+        self._seq_ids = []
+        self._publish()
+        self._set_at_hand(None)
+
     @property
     def groups(self) -> set[int]:
         return set().union(*self._steps, () if self._at_hand is None else (self._at_hand,))

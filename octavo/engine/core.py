@@ -13,7 +13,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,7 @@ import msgspec
 from octavo.config.engine_config import EngineConfig, idle_options
 from octavo.config.kv_spec import GroupBlocks, KVLayout
 from octavo.config.options import MAX_LOGPROBS_ON_GPU, SpeculativeConfig
-from octavo.core.errors import ConfigError, EngineStateError, ModelNotFoundError, SequenceError
-from octavo.core.failures import SequenceFailure
+from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, ModelNotFoundError, SequenceError
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, StepPlan, StepResult
 from octavo.core.request import AdapterRef, EngineCoreRequest, SequenceStatus, adapter_preparation, limits_of
@@ -55,7 +54,7 @@ from octavo.models.config_files import read_model_config
 from octavo.models.network import build_without_weights, num_parameters
 from octavo.process.startup import StartupFacts
 from octavo.scheduler.groups import SequenceGroup
-from octavo.scheduler.isolation import Isolation
+from octavo.scheduler.isolation import Isolation, describe
 from octavo.scheduler.policies import load_policy
 from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.scheduler import Scheduler
@@ -78,7 +77,7 @@ _WATCH_SECONDS = 5.0
 #: Most device blocks that a change names.
 _MAX_BLOCKS = 64
 #: The fields of ``StepStats`` that are those of ``SchedulerState``, in their order.
-_state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
+state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
 _RECORDED_FIELDS = set(StepRecord.__struct_fields__) & set(StepStats.__struct_fields__)
 
 
@@ -88,8 +87,8 @@ class StepLoop:
     Invariant: results are received in order; between two calls fewer than ``max_in_flight`` steps are in flight, and
     none without open requests. With more than one it is what vLLM calls the batch queue or async scheduling.
 
-    If the scheduler raises, its state is rebuilt from the open requests, and ``Isolation`` finds the request at fault:
-    that one ends with an error, the others continue with the same bits.
+    If a step fails or the scheduler raises, the scheduler's state is rebuilt from the open requests, and ``Isolation``
+    finds the request at fault: that one ends with an error, the others continue with the same bits.
     """
 
     #: Number of the engine core, of several behind one front end.
@@ -106,6 +105,7 @@ class StepLoop:
         self.use(scheduler)
         self.times = StepTimes()
         self.observers: list[StepObserver] = []
+        self.journal: StepJournal | None = None
         self._step_ended: float | None = None
         #: At the last measured step: prompt and decode tokens, seconds in the worker and in kernels.
         self._totals: tuple[float, float, float, float] = (0, 0, 0.0, 0.0)
@@ -129,15 +129,21 @@ class StepLoop:
 
     def add(self, request: EngineCoreRequest) -> None:
         """Queues a request; if the scheduler raises at it, the request ends with an error."""
+        if self.journal is not None:
+            self.journal.added(request, is_idle=not (self.has_work or self._in_flight))
         self._between_steps(partial(self._isolation.add, request))
 
     def abort(self, group_id: int) -> None:
+        if self.journal is not None:
+            self.journal.ended(group_id)
         if not self._isolation.abort(group_id):
             self._between_steps(partial(self.scheduler.finish_group, group_id))
             self._isolation.abort(group_id)  # if the scheduler has raised, the request was requeued there
         self.drain()
 
     def stop(self, group_id: int, index: int) -> None:
+        if self.journal is not None:
+            self.journal.ended(group_id, index)
         if not self._isolation.stop(group_id, index):
             self._between_steps(partial(self.scheduler.finish_sequence, group_id, index))
             self._isolation.stop(group_id, index)
@@ -173,14 +179,14 @@ class StepLoop:
         prefill, decode, worker, kernels = (now - before for now, before in zip(totals, self._totals, strict=True))
         self._totals = totals
         of_step = seconds, worker, kernels, between_seconds, int(prefill), int(decode), self.replica
-        fields = *_state_of(counts), *of_step
+        fields = *state_of(counts), *of_step
         return StepStats(*fields)
 
     def step(self) -> EngineCoreOutputs:
-        """Receives the result of one step. If the step fails, its requests end with an error.
+        """Receives the result of one step; if the step fails, its requests are computed again (``Isolation``).
 
         Raises:
-            EngineDeadError: a worker is lost, so that no step can follow.
+            EngineDeadError: a worker is lost, or a step fails that computes none of the requests: none can follow.
             Exception: the scheduler raises repeatedly without any request.
         """
         if self._late:
@@ -223,20 +229,34 @@ class StepLoop:
         except _SchedulerError as failure:
             self._report_later(self._take_over(failure.error))
 
-    def _take_over(self, error: Exception) -> EngineCoreOutputs:
-        """Recovers after the scheduler has raised; returns its unreported outputs, and perhaps the end of a request.
+    def _take_over(self, error: Exception, failed: StepPlan | None = None) -> EngineCoreOutputs:
+        """Recovers after the scheduler has raised, or a step has ``failed``: its unreported outputs, and the end of the
+        request at fault, if it is known.
 
-        Steps in flight are received and their tokens computed again, as it is unknown which of them were applied.
+        Steps in flight are received and their tokens computed again: it is unknown which of them the scheduler has
+        applied, and they build on the failed step. What is in the KV cache is not trusted.
         """
         scheduler = self.scheduler
-        logger.error("the scheduler failed; its requests go on without the one at fault", exc_info=error)
+        groups: set[int] | None = None
+        named: int | None = None
+        if failed is None:
+            logger.error("the scheduler failed; its requests go on without the one at fault", exc_info=error)
+            if self.journal is not None:
+                self.journal.forget()
+        else:
+            groups = scheduler.groups_of(failed)
+            if isinstance(error, SequenceError) and error.seq_id in scheduler.queues.sequences:
+                named = scheduler.queues.sequences[error.seq_id].group.group_id
+            scheduler.preparations.repeat(failed)
+            if self.journal is not None and not self._isolation.is_active:
+                self.journal.failed(failed, error)
         outputs, scheduler.unreported = scheduler.unreported or EngineCoreOutputs(), None
         while self._in_flight:
             plan, pending = self._in_flight.popleft()
             try:
                 result = pending.wait()
             except Exception as e:
-                logger.error("step %d failed: %s: %s", plan.step, type(e).__name__, e)
+                logger.error("step %d failed: %s", plan.step, describe(e))
                 scheduler.preparations.repeat(plan)
             else:
                 outputs.groups += [
@@ -245,9 +265,16 @@ class StepLoop:
                 ]
         self.executor.check_health()
         requests, ends = scheduler.take_all(self._last_submitted)
+        if failed is not None:
+            scheduler.queues.forget += failed.forget  # the workers may not have come to it
         outputs.groups += ends
         ended = {output.group_id for output in outputs.groups}
-        end, goes_on = self._isolation.observe_failure(error, [r for r in requests if r.group_id not in ended])
+        left = [request for request in requests if request.group_id not in ended]
+        end, goes_on = self._isolation.observe_failure(error, left, failed=groups, named=named)
+        if not goes_on and failed is not None:
+            if self._recorder is not None:
+                self._recorder.blame(self._isolation.last_failed)
+            raise EngineDeadError(f"every step fails, also one without any request: {describe(error)}") from error
         if not goes_on:
             raise error
         if end is not None:
@@ -255,7 +282,15 @@ class StepLoop:
         return outputs
 
     def _submit(self) -> None:
+        journal = self.journal
+        if journal is not None and self._isolation.is_active:
+            journal.forget()
+            journal = None
+        elif journal is not None:
+            journal.before_plan(self.scheduler)
         plan = self._scheduling(self.scheduler.schedule)
+        if journal is not None:
+            journal.planned(plan, self.scheduler)
         if self._recorder is not None and plan.seq_ids:
             sequences = self.scheduler.queues.sequences
             self._recorder.note(plan.seq_ids, lambda seq_id: sequences[seq_id].group.group_id)
@@ -277,9 +312,9 @@ class StepLoop:
         try:
             result = pending.wait()
         except Exception as e:
-            logger.exception("step %d failed", plan.step)
+            logger.exception("step %d failed; its requests go on without the one at fault", plan.step)
             del pending  # as in ``_submit``
-            return self._fail(plan, e)
+            return self._take_over(e, plan)
         except BaseException:
             self._in_flight.appendleft((plan, _interrupted()))
             raise
@@ -295,29 +330,9 @@ class StepLoop:
             self._in_flight.appendleft((plan, SubmittedStep(lambda: result)))
             raise _SchedulerError(e) from e
         self.scheduler.unreported = None
-        return outputs
-
-    def _fail(self, plan: StepPlan, error: Exception) -> EngineCoreOutputs:
-        """Ends the requests of the failed plan and of the plans in flight, which build on it."""
-        message = f"the step failed: {type(error).__name__}: {error}"
-        failed_at = None
-        if isinstance(error, SequenceError):
-            groups = self.scheduler.queues.groups.values()
-            failed_at = next((g.group_id for g in groups if any(s.seq_id == error.seq_id for s in g.seqs)), None)
-        outputs = self._scheduling(partial(self.scheduler.fail, plan, message))
-        while self._in_flight:
-            later, pending = self._in_flight.popleft()
-            try:
-                pending.wait()
-            except Exception as e:
-                logger.error("step %d failed after it: %s: %s", later.step, type(e).__name__, e)
-            outputs.groups += self._scheduling(partial(self.scheduler.fail, later, message)).groups
-        for output in outputs.groups:
-            if failed_at is not None and output.error == SequenceFailure(message):
-                whose = "this request" if output.group_id == failed_at else "another request"
-                output.error = SequenceFailure(f"the step failed at {whose}: {error}")
-        self.executor.check_health()
-        return outputs
+        if self.journal is not None:
+            self.journal.received(plan.step, outputs)
+        return EngineCoreOutputs() if self._isolation.is_probing else outputs
 
 
 class _SchedulerError(Exception):
@@ -361,6 +376,28 @@ class StepObserver(Protocol):
 
     def planned(self, plan: StepPlan) -> None:
         """Called before the step is submitted; must return within microseconds."""
+
+
+class StepJournal(Protocol):
+    """Keeps what the scheduler is given, for a dump of a step that fails; all but ``failed`` take microseconds."""
+
+    def added(self, request: EngineCoreRequest, *, is_idle: bool) -> None: ...
+
+    def ended(self, group_id: int, index: int | None = None) -> None:
+        """An abort, or the end of one sequence."""
+
+    def before_plan(self, scheduler: Scheduler) -> None:
+        """Called before each plan for which no request is kept out of the scheduler."""
+
+    def planned(self, plan: StepPlan, scheduler: Scheduler) -> None: ...
+
+    def received(self, step: int, outputs: EngineCoreOutputs) -> None: ...
+
+    def forget(self) -> None:
+        """The scheduler has lost its state, or requests are kept out of it."""
+
+    def failed(self, plan: StepPlan, error: Exception) -> None:
+        """A step has failed, first of all those with its requests; the scheduler still has its state."""
 
 
 class EngineCore(StepLoop):
@@ -614,10 +651,16 @@ class ViewRecorder:
     each plan until ``watches`` is False.
     """
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Callable[[], float] = time.monotonic,
+        steps: Iterable[tuple[float, StepStats]] = (),
+    ) -> None:
+        """``steps``: those before, which another recorder has noted."""
         self._scheduler, self._clock = scheduler, clock
         #: Times at which the last steps ended, and their statistics.
-        self._steps: deque[tuple[float, StepStats]] = deque(maxlen=NUM_STEPS)
+        self.steps: deque[tuple[float, StepStats]] = deque(steps, maxlen=NUM_STEPS)
         #: Number of all steps, and of those before the last view.
         self._noted = self._sent = 0
         self._changes: deque[Change] = deque(maxlen=MAX_CHANGES)
@@ -629,7 +672,7 @@ class ViewRecorder:
         self._last_view = -_WATCH_SECONDS
 
     def note(self, stats: StepStats) -> None:
-        self._steps.append((self._clock(), stats))
+        self.steps.append((self._clock(), stats))
         self._noted += 1
 
     @property
@@ -694,7 +737,7 @@ class ViewRecorder:
         self._last_view = now
         counts, options = self._scheduler.counts(), self._scheduler.options
         self._preempted = counts.preemptions_by_recompute + counts.preemptions_by_swap
-        new = len(self._steps) if fresh else min(self._noted - self._sent, len(self._steps))
+        new = len(self.steps) if fresh else min(self._noted - self._sent, len(self.steps))
         self._sent = self._noted
         groups = list(self._scheduler.queues.groups.values())
         holders = [(holder, group.group_id) for group in groups for holder in group.holder_ids]
@@ -703,10 +746,10 @@ class ViewRecorder:
             at=now,
             token_budget=options.token_budget,
             max_num_seqs=options.max_num_seqs,
-            state=SchedulerState(*_state_of(counts)),
+            state=SchedulerState(*state_of(counts)),
             blocks=block_maps(self._scheduler.blocks, holders),
             groups=list(self._rows(groups, now)),
-            steps=[_record(at, stats) for at, stats in itertools.islice(self._steps, len(self._steps) - new, None)],
+            steps=[step_record(at, stats) for at, stats in itertools.islice(self.steps, len(self.steps) - new, None)],
             changes=list(self._changes),
             num_changes=self._num_changes,
             evicted_blocks=sum(self._num_evicted()),
@@ -744,7 +787,7 @@ class ViewRecorder:
                 )
 
 
-def _record(at: float, stats: StepStats) -> StepRecord:
+def step_record(at: float, stats: StepStats) -> StepRecord:
     fields = {name: getattr(stats, name) for name in _RECORDED_FIELDS}
     preemptions = stats.preemptions_by_recompute + stats.preemptions_by_swap
     return StepRecord(step=stats.steps, at=at, preemptions=preemptions, **fields)

@@ -42,6 +42,7 @@ from octavo.engine.messages import (
     Reply,
     ToCore,
 )
+from octavo.engine.step_dumps import dump_failed_steps
 from octavo.process.children import Failure, end_with, send_logs
 from octavo.process.startup import ProcessProfile, phase, profile
 
@@ -90,6 +91,8 @@ class CoreLoop:
     def __init__(self, core: EngineCore, front_end: FrontEndLink) -> None:
         self._core, self._front_end = core, front_end
         self._collector, self._recorder = IdleCollector(), ViewRecorder(core.scheduler)
+        if (dumper := dump_failed_steps(core)) is not None:
+            dumper.steps = self._recorder.steps
         self._paused = False
         self._health_interval = None if core.executor.in_process else HEALTH_INTERVAL
 

@@ -25,6 +25,7 @@ from octavo.engine.model_files import ModelFiles
 from octavo.engine.operations import EngineOperations, P, T
 from octavo.engine.output_processor import RequestState
 from octavo.engine.replicas import Replicas, RestartLimit
+from octavo.engine.step_dumps import dump_failed_steps
 from octavo.loader.resolve import checkpoint_digest
 from octavo.process.interrupts import HeldInterrupts
 
@@ -46,6 +47,7 @@ class LocalCore(CoreHandle):
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self._last_steps = LastSteps(core.max_in_flight)
+        dump_failed_steps(core)
         if not core.executor.in_process:  # else no worker can be lost without this process
             core.record_to(self._last_steps)
 

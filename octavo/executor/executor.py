@@ -36,8 +36,8 @@ class Executor(ABC):
     one step apart, and ``num_stages`` steps are in flight (vLLM's virtual engines).
 
     A step has failed if it failed on any worker. ``wait`` then raises: workers may have stopped at different points, so
-    nothing of the step counts, and the scheduler ends its requests with an error and forgets the contents of the blocks
-    that it moved. A single worker has applied some of the plan's changes to its rows, and takes further plans, which
+    nothing of the step counts: the scheduler forgets the contents of all blocks that are not pinned, and computes the
+    requests again. A single worker has applied some of the plan's changes to its rows, and takes further plans, which
     name the step's sequences only to forget them. With several workers, the others may wait for the failed one in the
     middle of a collective: all are ended, ``check_health`` raises from then on, and the engine ends.
     """

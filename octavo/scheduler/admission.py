@@ -11,11 +11,13 @@ from octavo.core.request import SequenceStatus
 from octavo.memory.block_manager import Release
 from octavo.memory.kv_group import AllocStatus, BlocksNeeded
 from octavo.memory.prefix_cache import NO_REFERENCES, PrefixChain, PrefixMatch
+from octavo.scheduler.concurrency import ConcurrencyLimit
 from octavo.scheduler.groups import CrossContext, SequenceGroup
 from octavo.scheduler.running import Preemption, restore_sharing
 from octavo.scheduler.state import SchedulingState
 from octavo.scheduler.step import Step, allocate_slots, blocks_still_needed, prompt_chunks, schedule_prefill
 
+SHORT = 1.5
 _NOTHING, _ONE_BLOCK = BlocksNeeded(), BlocksNeeded(1)
 
 
@@ -29,8 +31,11 @@ class CachedBlocks(NamedTuple):
 class Admission:
     """Admits groups in order. A group that does not fit yet is not overtaken, but short prompts pass long ones."""
 
-    def __init__(self, options: SchedulerOptions, queues: SchedulingState) -> None:
-        self._options, self._queues = options, queues
+    def __init__(
+        self, options: SchedulerOptions, queues: SchedulingState, concurrency: ConcurrencyLimit | None = None
+    ) -> None:
+        """``concurrency``: limits the concurrent sequences further than ``max_num_seqs``."""
+        self._options, self._queues, self._concurrency = options, queues, concurrency
         self._blocks = queues.blocks
 
     def rejection_reason(self, group: SequenceGroup) -> str | None:
@@ -239,6 +244,12 @@ class Admission:
         num_seqs = num_running_seqs + group.num_seqs
         if num_seqs > self._options.max_num_seqs:
             return False
+        if self._concurrency is not None:
+            length = round(self._concurrency.expected_length or group.max_length)
+            in_the_end = self._blocks.demand(num_seqs * self._blocks.blocks_for(length), num_seqs)
+            is_short = self._blocks.can_allocate(in_the_end, num_seqs=num_seqs) is AllocStatus.NEVER
+            if not self._concurrency.allows(num_running_seqs, group.num_seqs, is_short):
+                return False
         # A group that runs alone may use the watermark too; otherwise one as long as the pool would never run.
         if not num_running_seqs:
             return self._blocks.fits(needed, reserved, num_seqs)

@@ -48,6 +48,8 @@ class Policy(ABC):
     preemptive = False
     #: Whether the key of a waiting group may grow (``lane``).
     waiting_keys_grow = False
+    #: Whether ``aging_limit`` applies. If not, the policy itself lets nobody starve.
+    ages = True
 
     @classmethod
     def from_options(cls, options: SchedulerOptions) -> Self:
@@ -211,6 +213,8 @@ def _first(*targets: float | None) -> float:
 
 #: Service of a token of a prompt and of a generated one (Sheng et al. 2024, section 5.1).
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
+#: Service divided by weight that an idle user may save up: bursts of a user who asks for little are served at once.
+_CREDIT = 4096.0
 #: Idle users whose counters are kept.
 _MAX_IDLE = 4096
 
@@ -218,6 +222,8 @@ _MAX_IDLE = 4096
 @dataclass(slots=True)
 class _Service:
     waiting: bool = True
+    #: Sequences that count as running.
+    running: int = 0
     prompt: bool = False
     #: Generated tokens of each unfinished sequence.
     outputs: dict[int, int] = field(default_factory=dict)
@@ -228,6 +234,8 @@ class _User:
     weight: float
     counter: float = 0.0
     waiting: int = 0
+    #: Sequences of running groups, as of their admission.
+    running: int = 0
     unfinished: int = 0
     #: Whether the heap has an entry.
     listed: bool = False
@@ -240,13 +248,20 @@ class FairShare(Policy):
     charged at admission, generated tokens when they are known, recomputed tokens never. A user who returns from
     idleness is lifted to the least counter of the waiting users, so that idle time cannot be saved up.
     Between two users with requests waiting all the time, weighted service differs by at most 2 max(w_p L, w_q M)
-    (theorem 4.4): prompts of at most L tokens, at most M tokens in the KV cache.
+    (theorem 4.4): prompts of at most L tokens, at most M tokens in the KV cache. So nobody starves, and ageing does not
+    apply: all requests of a user who floods would age, and go before those of the others.
+
+    The counters order admission only; a flood that has filled slots and blocks would leave them when its requests end.
+    So a waiting group preempts one of a user who runs more sequences by weight, even after the exchange: the running
+    sequences approach max-min shares, and no exchange is reversed.
     """
 
     option_names = ("user_weights",)
     dynamic = True
     uses_priority = False
+    preemptive = True
     waiting_keys_grow = True
+    ages = False
 
     def __init__(self, weights: Mapping[str, float] | None) -> None:
         self._weights = weights or {}
@@ -264,6 +279,13 @@ class FairShare(Policy):
     def lane(self, group: SequenceGroup) -> Hashable:
         return group.request.options.user
 
+    def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
+        one, other = (self._users[group.request.options.user] for group in (waiting, running))
+        if one is other:
+            return False
+        after = (one.running + waiting.num_seqs) / one.weight
+        return after <= (other.running - running.policy_data.running) / other.weight
+
     def on_arrival(self, group: SequenceGroup) -> None:
         name = group.request.options.user
         user = self._users.get(name)
@@ -272,7 +294,7 @@ class FairShare(Policy):
         elif not user.unfinished:
             self._num_idle -= 1
         if not user.waiting:
-            user.counter = max(user.counter, self._least_counter())
+            user.counter = max(user.counter, self._least_counter() - _CREDIT)
         self._wait(user)
         user.unfinished += 1
         group.policy_data = _Service()
@@ -300,14 +322,17 @@ class FairShare(Policy):
     def on_admit(self, group: SequenceGroup) -> None:
         service: _Service = group.policy_data
         self._leave_queue(group)
+        user = self._users[group.request.options.user]
+        service.running = group.num_seqs
+        user.running += service.running
         if not service.prompt:
             service.prompt = True
-            user = self._users[group.request.options.user]
             user.counter += PROMPT_WEIGHT * len(group.request.prompt_token_ids) / user.weight
 
     def on_preempt(self, group: SequenceGroup) -> None:
         """Its user waits again; the counter is not lifted."""
         group.policy_data.waiting = True
+        self._leave_running(group)
         self._wait(self._users[group.request.options.user])
 
     def on_step(self, now: float, running: Sequence[SequenceGroup]) -> None:
@@ -321,6 +346,7 @@ class FairShare(Policy):
 
     def on_end(self, group: SequenceGroup) -> None:
         self._leave_queue(group)
+        self._leave_running(group)
         user = self._users[group.request.options.user]
         user.unfinished -= 1
         if not user.unfinished:
@@ -354,6 +380,11 @@ class FairShare(Policy):
             user.waiting -= 1
             if not user.waiting:
                 self._last_counter = user.counter
+
+    def _leave_running(self, group: SequenceGroup) -> None:
+        service: _Service = group.policy_data
+        self._users[group.request.options.user].running -= service.running
+        service.running = 0
 
 
 logger = logging.getLogger("octavo")
@@ -536,6 +567,8 @@ _NUM_BINS = int(2 * _LIMIT / _BIN)
 _HALVE_AFTER, _REFRESH_AFTER = 4096.0, 32
 #: Length of ``LengthPredictor.recent``.
 _WINDOW = 1024
+#: Exponents above it count as it: such a request has no boost.
+_MOST_EXPONENT = 50.0
 
 
 def features_of(request: EngineCoreRequest) -> Features:
@@ -589,6 +622,18 @@ class LengthPredictor:
         index = max(index, 0)
         total = math.exp(log_length) * self._tails[index]
         return max(total, generated + 1.0), math.exp(log_length - _LIMIT + index * _BIN)
+
+    def mean_exponential(self, log_length: float, generated: int, most: int, rate: float, start: float) -> float:
+        """The mean of exp(``start`` + ``rate`` x tokens to come), of a request that generates at most ``most``."""
+        total = weighted = 0.0
+        median = math.exp(log_length)
+        for count, factor in zip(self._counts, self._factors, strict=True):
+            length = min(median * factor, most)
+            if length > generated:
+                total += count
+                weighted += count * math.exp(min(start + rate * (length - generated), _MOST_EXPONENT))
+        # Longer than any before: as long again, as of a heavy tail.
+        return weighted / total if total else math.exp(min(start + rate * generated, _MOST_EXPONENT))
 
     def learn(self, features: Features, length: int) -> None:
         """A request with these features has generated ``length`` tokens, at least one."""
@@ -712,6 +757,116 @@ class ShortestRemaining(Policy):
         estimate.remaining = (estimate.total - generated) * group.num_seqs + uncomputed / self._token_budget
 
 
+@dataclass(slots=True)
+class _Boosted:
+    features: Features
+    log_length: float
+    #: Most tokens to generate.
+    limit: int
+    #: The arrival time less the boost.
+    key: float = 0.0
+    #: Service that is counted in the pace.
+    served: float = 0.0
+
+
+#: Latencies from which the decay rate is estimated, the fewest of them, and how often.
+_LATENCIES, _FEWEST_LATENCIES, _ESTIMATE_AFTER = 1024, 64, 32
+#: Percentiles between which the decay rate is estimated.
+_LOW_TAIL, _HIGH_TAIL = 0.9, 0.99
+#: What seconds and service of a step count after each later one, in the pace.
+_PACE_DECAY = 0.999
+
+
+class TailBoost(Policy):
+    """By arrival, less a boost in seconds that is large for short requests and vanishes for long ones: for the p99.
+
+    Gamma-Boost (Yu and Scully 2024, "Strongly tail-optimal scheduling in the light-tailed M/G/1"), which minimises the
+    tail of latency where shortest-first orders minimise its mean and sacrifice the tail. A request of S seconds of work
+    is boosted by log(m / (m - 1)) / gamma, m = E[exp(gamma S)]; of a known S, that is log(1 / (1 - exp(-gamma S))) /
+    gamma. S is distributed as ``LengthPredictor`` has learned, at the observed pace of the engine. Gamma is the decay
+    rate of the tail, P[latency > t] ~ exp(-gamma t), and is estimated from the observed latencies, as Li et al. 2026
+    ("Beyond prediction: tail-aware scheduling for LLM inference") adapt theirs: under a light load it is large, and the
+    order is that of arrival; the longer the queues, the nearer to shortest first. Running requests keep their slots.
+    """
+
+    dynamic = True
+    uses_priority = False
+    uses_clock = True
+
+    def __init__(self) -> None:
+        self.predictor = LengthPredictor()
+        #: Per second; infinity, until it is estimated: no boost.
+        self.decay_rate = math.inf
+        self._latencies: deque[float] = deque(maxlen=_LATENCIES)
+        self._unseen = 0
+        self._now, self._was_running = -math.inf, False
+        self._seconds = self._service = 0.0
+
+    @property
+    def pace(self) -> float:
+        """Seconds of the engine's time per unit of service (``PROMPT_WEIGHT``, ``OUTPUT_WEIGHT``)."""
+        return self._seconds / self._service if self._service else 0.0
+
+    def key(self, group: SequenceGroup) -> float:
+        key: float = group.policy_data.key
+        return key
+
+    def on_arrival(self, group: SequenceGroup) -> None:
+        features = features_of(group.request)
+        limit = group.max_length - len(group.request.prompt_token_ids) if group.samples else 0
+        group.policy_data = _Boosted(features, self.predictor.log_length(features), limit)
+        self._boost(group)
+
+    def on_preempt(self, group: SequenceGroup) -> None:
+        self._boost(group)
+
+    def on_step(self, now: float, running: Sequence[SequenceGroup]) -> None:
+        if self._was_running:
+            self._seconds = _PACE_DECAY * self._seconds + now - self._now
+            self._service *= _PACE_DECAY
+        self._now, self._was_running = now, bool(running)
+        for group in running:
+            boosted: _Boosted = group.policy_data
+            served = PROMPT_WEIGHT * min(group.num_computed, len(group.request.prompt_token_ids))
+            served += OUTPUT_WEIGHT * num_output_tokens(group) * group.num_seqs
+            if served > boosted.served:  # less after preemption: recomputed tokens serve nobody
+                self._service += served - boosted.served
+                boosted.served = served
+
+    def on_sequence_end(self, seq: groups.Sequence, status: SequenceStatus) -> None:
+        group, generated = seq.group, len(seq.token_ids) - seq.num_prompt_tokens
+        if status not in (SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH):
+            return
+        if generated > 0 and group.beam is None:
+            self.predictor.learn(group.policy_data.features, generated)
+        self._latencies.append(self._now - group.request.arrival_time)
+        self._unseen += 1
+        if self._unseen >= _ESTIMATE_AFTER and len(self._latencies) >= _FEWEST_LATENCIES:
+            self._unseen = 0
+            self._estimate_decay_rate()
+
+    def _estimate_decay_rate(self) -> None:
+        """From the slope of the logarithm of P[latency > t] between two percentiles."""
+        ordered = sorted(self._latencies)
+        low, high = (ordered[int(share * len(ordered))] for share in (_LOW_TAIL, _HIGH_TAIL))
+        if high > low:
+            self.decay_rate = math.log((1 - _LOW_TAIL) / (1 - _HIGH_TAIL)) / (high - low)
+
+    def _boost(self, group: SequenceGroup) -> None:
+        boosted: _Boosted = group.policy_data
+        boosted.key = group.request.arrival_time
+        gamma = self.decay_rate
+        if gamma == math.inf or not self.pace:
+            return
+        per_unit = gamma * self.pace
+        prompt = per_unit * PROMPT_WEIGHT * len(group.request.prompt_token_ids)
+        per_token = per_unit * OUTPUT_WEIGHT * group.num_seqs
+        mean = self.predictor.mean_exponential(
+            boosted.log_length, num_output_tokens(group), boosted.limit, per_token, prompt
+        )
+        boosted.key += math.log1p(-1 / mean) / gamma
+
+
 POLICIES: dict[str, type[Policy]] = {
     "fcfs": FirstComeFirstServed,
     "static": StaticPriority,
@@ -719,6 +874,7 @@ POLICIES: dict[str, type[Policy]] = {
     "ldf": LongestDataFirst,
     "lcfs": LastComeFirstServed,
     "srpt": ShortestRemaining,
+    "boost": TailBoost,
     "fair": FairShare,
     "deadline": EarliestDeadlineFirst,
     "mlfq": MultiLevelFeedback,

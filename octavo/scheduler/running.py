@@ -225,9 +225,11 @@ class Preemption:
         """Preempts a running group that is not scheduled in this step; maybe for a waiting one."""
         group.preempted_for = None if displaced_by is None else displaced_by.group_id
         step.blocked_on_memory = True
+        step.lost_seqs = max(step.lost_seqs, self._queues.num_running_seqs)
         # An encoder's output that this very step is to compute is not in its blocks yet.
         is_computed = group.cross is None or group.cross.is_computed
         if not (is_computed and self._wants_swap(group) and self._blocks.swap_out(group.holder_ids)):
+            step.lost_tokens += group.num_recomputed
             self._recompute(group)
             return
         group.totals.num_swaps += 1

@@ -13,6 +13,7 @@ from octavo.core.stats import SchedulerStats, sum_groups
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.kv_group import AllocStatus
 from octavo.scheduler.admission import Admission, Displacement
+from octavo.scheduler.concurrency import ConcurrencyLimit
 from octavo.scheduler.groups import SequenceGroup, suspend
 from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.running import Drafting, MoveCost, Preemption, Running
@@ -73,6 +74,8 @@ class Scheduler:
         #: Outputs of the last ``update``, until its caller has taken them.
         self.unreported: EngineCoreOutputs | None = None
         self._last_prompt_latency = self._last_update = 0.0
+        #: With ``adapt_num_seqs``.
+        self.concurrency = ConcurrencyLimit(options.max_num_seqs) if options.adapt_num_seqs else None
         self._make_parts()
 
     def _make_parts(self) -> None:
@@ -90,10 +93,10 @@ class Scheduler:
             runs_ahead = self._runs_ahead and num_stages == 1
             self._drafting = Drafting(self.queues, speculator, self._stats, runs_ahead=runs_ahead)
         self._preemption = Preemption(options, self.queues, self._stats)
-        self._admission = Admission(options, self.queues)
+        self._admission = Admission(options, self.queues, self.concurrency)
         self._displacement = Displacement(options, self.queues, self._admission, self._preemption)
         self._running = Running(options, self.queues, self._preemption, num_stages)
-        self._results = Results(self.queues, self._max_model_len, self._drafting)
+        self._results = Results(self.queues, self._max_model_len, self._drafting, self.concurrency)
         self._displaces = options.priority_preemption or self.queues.policy.preemptive
 
     def schedule(self) -> StepPlan:
@@ -219,6 +222,8 @@ class Scheduler:
         if step.num_prompt_tokens > 4 * len(step.decodes) and result.seconds:
             computing = result.seconds - result.swap_seconds - result.draft_seconds
             cost.observe_prefill(step.num_prompt_tokens + len(step.decodes), computing)
+        if self.concurrency is not None:
+            self._observe_concurrency(self.concurrency, step, result)
         outputs = self.unreported = EngineCoreOutputs()
         self._results.update(step, result, outputs)
         for group, failure in self.preparations.update(plan, result):
@@ -228,20 +233,20 @@ class Scheduler:
         outputs.groups += self._pop_pending_outputs()
         return outputs
 
-    def fail(self, plan: StepPlan, message: str) -> EngineCoreOutputs:
-        """Ends with an error every group of a plan that failed, and those whose blocks it was to move."""
-        step = self._in_flight.pop(plan.step)
-        self.queues.last_result = plan.step
+    def _observe_concurrency(self, concurrency: ConcurrencyLimit, step: Step, result: StepResult) -> None:
+        num_seqs = (len(step.decodes) + len(step.drafted)) * self._num_stages
+        only_decodes = not (step.prefills or step.extended or result.swap_seconds)
+        concurrency.observe(num_seqs, result.seconds if only_decodes else None)
+        if step.lost_tokens or result.swap_seconds:
+            per_token = self._preemption.cost.seconds_per_token or 0.0
+            concurrency.observe_loss(step.lost_seqs, step.lost_tokens * per_token + result.swap_seconds)
+
+    def groups_of(self, plan: StepPlan) -> set[int]:
+        """The unfinished groups that a plan in flight computes, or whose blocks it moves."""
+        step = self._in_flight[plan.step]
         decoding = [*step.decodes.seqs, *(s for s, _ in step.drafted), *(s for s, _ in step.extended)]
-        lost = step.prefill_groups + step.swapped_groups + step.with_contexts
-        groups = {g.group_id: g for g in [s.group for s in decoding] + lost}
-        self.preparations.repeat(plan)
-        if plan.blocks_to_swap_out or plan.blocks_to_swap_in or self.blocks.prefixes.keeps_ends:
-            self.blocks.reset_prefix_cache()  # it may have what the step did not compute
-        for group_id, group in groups.items():
-            if group_id in self.queues.groups:
-                self._fail(group, SequenceFailure(message))
-        return EngineCoreOutputs(groups=self._pop_pending_outputs())
+        groups = [*(s.group for s in decoding), *step.prefill_groups, *step.swapped_groups, *step.with_contexts]
+        return {group.group_id for group in groups} & self.queues.groups.keys()
 
     def _fail(self, group: SequenceGroup, failure: SequenceFailure) -> None:
         self.queues.end_group(group, SequenceStatus.FINISHED_ERROR)
@@ -310,7 +315,7 @@ class Scheduler:
         self.blocks.reset_prefix_cache()
 
     def take_all(self, last_submitted: int) -> tuple[list[EngineCoreRequest], list[GroupOutput]]:
-        """Takes all groups out after an exception of the scheduler, in order of arrival; ``add`` resumes them.
+        """Takes all groups out after an exception or a failed step, in order of arrival; ``add`` resumes them.
 
         The queues are made anew and all blocks are freed; the workers forget all sequences with the next plan. No step
         may be in flight; the workers have the plan of ``last_submitted``.
@@ -335,6 +340,7 @@ class Scheduler:
         self._make_parts()
         self._preemption.cost = cost
         self.queues.follow(before, self._stats.steps)
+        before.dissolve()
         if self._last_plan is not None and self._last_plan.step > last_submitted:
             self.queues.forget += self._last_plan.forget
             self.preparations.repeat(self._last_plan)

@@ -39,7 +39,8 @@ class SchedulingState:
         self.preparations = preparations = preparations or Preparations()
         self._speculator = speculator
         self.policy = load_policy(options.scheduling_policy, options)
-        self._threshold, self._aging_limit = options.long_prefill_token_threshold, options.aging_limit
+        self._threshold = options.long_prefill_token_threshold
+        self._aging_limit = options.aging_limit if self.policy.ages else None
         self._max_model_len, self._plans_on_results = max_model_len, plans_on_results
         self._by_arrival = type(self.policy) is FirstComeFirstServed
         self.not_running = [
@@ -79,6 +80,12 @@ class SchedulingState:
         self.num_ended = before.num_ended + len(before.sequences)
         contexts = [group.cross.context_id for group in before.groups.values() if group.cross is not None]
         self.forget = [*before.forget, *before.sequences, *contexts]
+
+    def dissolve(self) -> None:
+        """Breaks the reference cycles of a state that has a successor, so that its memory is freed at once."""
+        for group in self.groups.values():
+            group.seqs = []
+        self.__dict__.clear()
 
     @property
     def num_waiting(self) -> int:

@@ -114,6 +114,9 @@ class Step(msgspec.Struct, eq=False):
     #: Tokens of the group that others were preempted for: not in ``budget`` until that group is admitted.
     held_back: int = 0
     num_prompt_tokens: int = 0
+    #: Computed tokens that preemption by recompute has lost in this step, and the sequences that ran before.
+    lost_tokens: int = 0
+    lost_seqs: int = 0
 
     def begin_decodes(self, steady: Decodes, apart: list[int], others: list[Sequence]) -> None:
         """Schedules a token of each steady sequence, and of each of the others."""

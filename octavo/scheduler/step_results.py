@@ -11,6 +11,7 @@ from octavo.core.failures import SequenceFailure
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, SequenceOutput, SequenceResult, StepResult
 from octavo.core.request import BeamUpdate, Generate, SequenceStatus
 from octavo.memory.kv_group import AllocStatus
+from octavo.scheduler.concurrency import ConcurrencyLimit
 from octavo.scheduler.groups import Candidates, Sequence, SequenceGroup
 from octavo.scheduler.running import Drafting
 from octavo.scheduler.state import SchedulingState
@@ -18,8 +19,15 @@ from octavo.scheduler.step import Step
 
 
 class Results:
-    def __init__(self, queues: SchedulingState, max_model_len: int, drafting: Drafting | None = None) -> None:
-        self._queues, self._max_model_len, self._drafting = queues, max_model_len, drafting
+    def __init__(
+        self,
+        queues: SchedulingState,
+        max_model_len: int,
+        drafting: Drafting | None = None,
+        concurrency: ConcurrencyLimit | None = None,
+    ) -> None:
+        self._queues, self._max_model_len = queues, max_model_len
+        self._drafting, self._concurrency = drafting, concurrency
 
     def update(self, step: Step, result: StepResult, outputs: EngineCoreOutputs) -> None:
         """``outputs`` gets each token as it is appended, so that it is right even if this raises."""
@@ -37,6 +45,8 @@ class Results:
         if result.forced_tokens:
             ended += self._append_forced(result, outputs.sequences)
         for seq in ended:
+            if self._concurrency is not None:
+                self._concurrency.observe_end(len(seq.token_ids))
             self._queues.end_sequence(seq, seq.status)
         for group in beams.values():
             self._choose_beams(group, result.extras, outputs)

@@ -24,7 +24,7 @@ from octavo.core.request import LoRARequest, RequestOptions, num_prompt_tokens
 from octavo.core.sampling_params import BeamSearchParams, SamplingParams
 from octavo.server.answer_format import report_relaxed_keywords
 from octavo.server.http.errors import ApiError, server_error
-from octavo.server.http.middleware import client_of
+from octavo.server.http.middleware import client_of, owner_of
 from octavo.server.http.streaming import cancel_tasks
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.metrics import COMPLETE, RequestObserver
@@ -53,7 +53,7 @@ def request_options(request: Request, body: Any, adapter: LoRARequest | None = N
     return RequestOptions(
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
-        user=body.user or "",
+        user=body.user or owner_of(request),
         ttft_target=body.ttft_target,
         tpot_target=getattr(body, "tpot_target", None),
         lora_request=adapter,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from octavo.cli.main import main
 from octavo.cli.view import make_server
+from octavo.engine.step_dumps import DumpHeader, StepFailure
 from octavo.server.page import POLICY
 
 RECORDING = b'{"format":"octavo-recording","version":1,"title":"a run"}\n'
@@ -46,6 +49,21 @@ def test_nothing_else_is_there(http: httpx.Client, path: str) -> None:
 def test_a_name_that_was_made_to_lead_here_gets_nothing(http: httpx.Client) -> None:
     for path in ("/", "/engine/recording"):
         assert http.get(path, headers={"host": "evil.example"}).status_code == 404
+
+
+def test_the_failure_of_a_dump_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = StepFailure(
+        step=7, error="ValueError: bad", traceback="Traceback ...", versions={"octavo": "1"}, options={},
+        max_model_len=9, block_size=4, groups=[], max_in_flight=1, plan={}, inputs={"tokens": 3, "sequences": 2},
+    )  # fmt: skip
+    path = tmp_path / "dump.jsonl"
+    path.write_bytes(msgspec.json.encode(DumpHeader("octavo-recording", 1, "a step", failure)) + b"\n")
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda server: None)
+    assert main(["view", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "step 7 failed: ValueError: bad\n3 tokens of 2 sequences; octavo 1" in printed and "showing" in printed
 
 
 def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

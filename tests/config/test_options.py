@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from octavo.config.engine_config import make_config
+from octavo.config.engine_config import EngineConfig, make_config
 from octavo.config.options import SpeculativeConfig
 from octavo.config.sources import resolve_config
 from octavo.core.errors import ConfigError
@@ -175,3 +175,11 @@ def test_capture_sizes_are_a_list_in_every_source(tmp_path: Path) -> None:
 def test_capture_sizes_that_cannot_be_used_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make_config(model="m", **options)
+
+
+def test_max_num_seqs_auto_is_the_default_number_with_adaption() -> None:
+    options = EngineConfig.model_validate({"model": "m", "max_num_seqs": "auto"}, strict=True)
+    assert (options.max_num_seqs, options.adapt_num_seqs) == (256, True)
+    again = EngineConfig.model_validate(options.model_dump(exclude_unset=True) | {"max_num_batched_tokens": 64})
+    assert (again.max_num_seqs, again.adapt_num_seqs) == (64, True)
+    assert not EngineConfig.model_validate({"model": "m"}).adapt_num_seqs

@@ -342,16 +342,13 @@ def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("call", range(1, 6))
-def test_a_failing_step_ends_its_requests_and_the_engine_goes_on(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, call: int
-) -> None:
+def test_a_step_that_fails_once_costs_no_request_a_token(llm: LLM, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     good = llm.generate("good", params, use_tqdm=False)[0].outputs[0].token_ids
+    right = [output.outputs[0].token_ids for output in llm.generate(["a", "b"], params, use_tqdm=False)]
     raise_in_step(llm, monkeypatch, call, RuntimeError("the device is on fire"))
     outputs = llm.generate(["a", "b"], params, use_tqdm=False)
-    assert {o.outputs[0].finish_reason for o in outputs} == {"error"}
-    assert all("on fire" in (o.outputs[0].error or "") for o in outputs)
-    assert {len(o.outputs[0].token_ids) for o in outputs} == {call - 1}, "what was computed before it counts"
+    assert [output.outputs[0].token_ids for output in outputs] == right
     assert llm.generate("good", params, use_tqdm=False)[0].outputs[0].token_ids == good
 
 

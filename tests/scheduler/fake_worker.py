@@ -39,6 +39,7 @@ from octavo.memory.checkpoints import Checkpoint
 from octavo.memory.kv_group import KVGroup
 from octavo.memory.prefix_cache import ContentIndex, positions
 from octavo.scheduler.groups import BeamSearch, Candidates, SequenceGroup
+from octavo.scheduler.isolation import PROBE
 from octavo.scheduler.preparations import Preparations, PreparationState
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.state import SchedulingState
@@ -289,6 +290,8 @@ class FakeWorker(Executor):
         #: Where the next step is to fail: "before moving", when it is submitted, or "before computing", later.
         self.fail = ""
         self.has_failed = False
+        #: Whether a step fails; called with each plan.
+        self.fails_at: Callable[[StepPlan], bool] = lambda plan: False
         self.seconds_per_token = 1e-3
         self.seconds_per_step = 0.0
         self.seconds_per_move = 1e-3
@@ -313,7 +316,7 @@ class FakeWorker(Executor):
             raise
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        fail, self.fail = self.fail, ""
+        fail, self.fail = self.fail or ("before computing" if self.fails_at(plan) else ""), ""
         with self.breaking():
             self.on_submit(plan)
             plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
@@ -713,17 +716,19 @@ class Engine:
     def add(self, request: EngineCoreRequest) -> Answer:
         known = self.scheduler.queues
         before = dict(known.groups)
-        self.scheduler.add(request)
+        held = self.loop._isolation.is_active
+        self.loop._isolation.add(request)
         group = known.groups.get(request.group_id)
-        if group is None:  # refused
-            assert known.groups == before
+        if group is None:  # refused, or held while suspects are computed
+            assert held or known.groups == before
             group = SequenceGroup(request, -1, -1, self.max_model_len)
         answer = self.answers[request.group_id] = Answer(request, group)
         return answer
 
     def abort(self, group_id: int) -> None:
         answer = self.answers[group_id]
-        self.scheduler.finish_group(group_id)
+        if not self.loop._isolation.abort(group_id):
+            self.scheduler.finish_group(group_id)
         if not answer.finished:
             answer.group_reason = "abort"
         if not self._stepping:
@@ -734,7 +739,8 @@ class Engine:
         answer = self.answers[group_id]
         if not answer.finished and index not in answer.reasons:
             answer.reasons[index] = "stopped by text"
-        self.scheduler.finish_sequence(group_id, index)
+        if not self.loop._isolation.stop(group_id, index):
+            self.scheduler.finish_sequence(group_id, index)
         if not self._stepping:
             self.loop.drain()
 
@@ -783,7 +789,7 @@ class Engine:
     def run(self, max_steps: int = 1000) -> int:
         """Steps until nothing is left; returns the number of steps."""
         for count in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.loop.has_work:
                 return count
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps: {self.queues}")
@@ -840,7 +846,8 @@ def check_accounting(engine: Engine) -> None:
     on_device: set[int] = set()
     unfinished = {gid for gid, answer in engine.answers.items() if not answer.finished}
     refused = {u.group_id for u in engine.scheduler._pending_outputs}
-    assert unfinished - refused == set(queues.groups), "a group was lost"
+    kept_out = engine.loop._isolation.held_ids
+    assert unfinished - refused - kept_out == set(queues.groups) - {PROBE}, "a group was lost"
     check_preparations(queues)
     check_steady(queues)
     running = {g.group_id for g in queues.running}

@@ -1,9 +1,11 @@
-"""The policies srpt, fair, deadline and mlfq: what they put first, what they preempt, and what it is worth."""
+"""The policies srpt, boost, fair, deadline and mlfq: what they put first, what they preempt, and what it is worth."""
 
 from __future__ import annotations
 
+import math
 import random
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -177,6 +179,51 @@ def test_under_heavy_tails_at_90_percent_srpt_halves_the_mean_latency_of_fcfs(se
     assert mlfq < fcfs
 
 
+# --- boost ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_boost_of_a_known_length_is_that_of_gamma_boost() -> None:
+    engine = VirtualEngine("boost", options={"max_num_seqs": 1})
+    policy = policy_of(engine)
+    teach(engine, {"long": 300})
+    policy.decay_rate = 0.5
+    # A batch of one: the pace is the time of a step over the service of a token.
+    assert policy.pace == pytest.approx((STEP + DECODE) / OUTPUT_WEIGHT, rel=0.2)
+    keys = []
+    for limit in (5, 20):  # so far below what was seen that the length is known
+        engine.add(Job(engine.now, tokens(20), limit, user="long", max_tokens=limit))
+        group = list(engine.scheduler.queues.groups.values())[-1]
+        seconds = policy.pace * (20 * PROMPT_WEIGHT + limit * OUTPUT_WEIGHT)
+        boost = group.request.arrival_time - policy.key(group)
+        assert boost == pytest.approx(-math.log(-math.expm1(-0.5 * seconds)) / 0.5, rel=0.15)
+        keys.append(policy.key(group))
+    assert keys[0] < keys[1]
+    engine.serve([])
+
+
+def test_boost_is_the_order_of_arrival_until_a_tail_is_seen() -> None:
+    jobs = [Job(0.01 * i, tokens(20 + i), 5 + 7 * i % 11) for i in range(40)]
+    assert served(VirtualEngine("boost", options={"max_num_seqs": 1}), jobs) == list(range(40))
+
+
+def percentile(policy: str, jobs: list[Job], share: float) -> tuple[float, float]:
+    """The percentile of latency, and the mean."""
+    oracle = policy == "octavo.lab.bench.policies.oracles:OracleSRPT"
+    own = [replace(job, max_tokens=job.output if oracle else job.max_tokens) for job in jobs]
+    VirtualEngine(policy, options={"max_num_seqs": 4, "aging_limit": None}).serve(own)
+    ordered = sorted(job.latency for job in own)
+    return ordered[int(share * len(ordered))], sum(ordered) / len(ordered)
+
+
+def test_boost_has_a_lower_p99_than_an_oracle_and_a_lower_mean_than_first_come_first_served() -> None:
+    jobs = heavy_tailed(5, 400, load=0.9, slots=4, burstiness=1.0)
+    policies = ("fcfs", "boost", "octavo.lab.bench.policies.oracles:OracleSRPT")
+    (fcfs, fcfs_mean), (boost, boost_mean), (oracle, oracle_mean) = (percentile(p, jobs, 0.99) for p in policies)
+    assert boost < 0.75 * oracle
+    assert oracle_mean < boost_mean < 0.95 * fcfs_mean
+    assert boost < 1.15 * fcfs
+
+
 # --- fair -----------------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +278,48 @@ def test_fair_gives_a_modest_user_a_turn_while_another_floods() -> None:
         assert (modest.first < 2.0) == first
 
 
-def test_fair_does_not_pay_for_idle_time() -> None:
+def test_under_a_flood_beyond_the_ageing_limit_fair_gives_others_their_first_token_at_once() -> None:
+    """The flood fills all slots for two minutes, and its requests are older than 60 s from the middle on."""
+    jobs = [Job(0.0, tokens(20), 400, user="flood") for _ in range(200)]
+    late = [Job(70.0 + 5 * i, tokens(20), 5, user="victim") for i in range(8)]
+    engine = VirtualEngine("fair", options={"max_num_seqs": 4})
+    engine.serve([*jobs, *late])
+    assert engine.now > 100
+    assert max((job.first or math.inf) - job.at for job in late) < 4 * STEP
+
+
+def test_fair_preempts_towards_equal_shares_and_never_back() -> None:
+    engine = VirtualEngine("fair", options={"max_num_seqs": 6})
+    for user, count in (("a", 12), ("b", 12)):
+        for _ in range(count):
+            engine.add(Job(engine.now, tokens(20), 300, user=user))
+        for _ in range(5):
+            engine.step()
+    shares = Counter(group.request.options.user for group in engine.scheduler.queues.running)
+    assert shares == {"a": 3, "b": 3}
+    preempted = engine.scheduler.stats().preemptions_by_recompute
+    assert preempted == 3
+    for _ in range(100):
+        engine.step()
+    assert engine.scheduler.stats().preemptions_by_recompute == preempted
+    engine.serve([])
+
+
+def test_fair_pays_for_idle_time_with_a_bounded_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for credit, ahead in ((0.0, 1), (240.0, 3)):  # a request is 80 units
+        monkeypatch.setattr("octavo.scheduler.policies._CREDIT", credit)
+        engine = VirtualEngine("fair", options={"max_num_seqs": 1})
+        engine.serve([Job(0.0, tokens(20), 30, user="a") for _ in range(20)])
+        for user in "aaaaabbbbb":
+            engine.add(Job(engine.now, tokens(20), 30, user=user))
+        engine.serve([])
+        late = sorted(list(engine.jobs.values())[20:], key=lambda job: job.first or 0.0)
+        order = "".join(job.user for job in late)
+        assert max(map(len, order[:6].split("a"))) == ahead, order
+
+
+def test_fair_does_not_pay_for_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.scheduler.policies._CREDIT", 0.0)
     engine = VirtualEngine("fair", options={"max_num_seqs": 1})
     engine.serve([Job(0.0, tokens(20), 30, user="a") for _ in range(20)])
     late = [Job(engine.now, tokens(20), 30, user=user) for user in "aaaaabbbbb"]
@@ -259,6 +347,7 @@ def fair_group(number: int, user: str) -> SequenceGroup:
 @pytest.mark.parametrize("seed", range(4))
 def test_fair_lifts_who_comes_back_to_the_least_of_those_that_wait(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.scheduler.policies._MAX_IDLE", 5)
+    monkeypatch.setattr("octavo.scheduler.policies._CREDIT", 0.0)
     rng, policy = random.Random(seed), FairShare({"u3": 5.0})
     groups: list[SequenceGroup] = []
     for number in range(600):
@@ -394,15 +483,13 @@ def test_mlfq_promotes_by_ageing() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["srpt", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("fair", "deadline", "mlfq"))]
+    "policy", ["srpt", *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("deadline", "mlfq"))]
 )
 def test_from_the_ageing_limit_on_no_later_arrival_goes_first(policy: str) -> None:
     """A request that each policy would put last, under a stream of those that it puts first."""
     waits = []
     for limit in (5.0, None):
-        weights = {"short": 1e6} if policy == "fair" else None
-        options = {"max_num_seqs": 1, "aging_limit": limit, "user_weights": weights}
-        engine = VirtualEngine(policy, options=options)
+        engine = VirtualEngine(policy, options={"max_num_seqs": 1, "aging_limit": limit})
         teach(engine, {"long": 300, "short": 3})
         start, target = engine.now, 30.0 if policy == "deadline" else None
         before, last = (Job(start, tokens(400), 1, user="long"), Job(start, tokens(400), 300, user="long"))

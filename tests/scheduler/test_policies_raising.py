@@ -130,7 +130,7 @@ class Flagged(Policy):
     """Every flag differs from the default."""
 
     dynamic = uses_targets = uses_clock = preemptive = waiting_keys_grow = True
-    uses_priority = False
+    uses_priority = ages = False
 
     def key(self, group: SequenceGroup) -> int:
         return 0

@@ -238,11 +238,12 @@ def test_a_failed_step_loses_no_adapter(where: str, depth: int) -> None:
             number += 1
             engine.add(request(number, 3, 3, adapter=adapter))
         for step in range(3):
-            if engine.scheduler.has_work:
+            if engine.loop.has_work and not engine.loop._isolation.is_probing:
                 engine.step(fail=where if step == number // 4 % 3 else "")
     finish_all(engine)
-    assert any(answer.group_reason == "error" for answer in engine.answers.values())
-    assert any(answer.group_reason is None for answer in engine.answers.values())
+    assert engine.worker.has_failed
+    reasons = [answer.group_reason for answer in engine.answers.values()]
+    assert reasons.count(None) >= 2 * len(reasons) // 3  # a second failure may come when one is computed alone
 
 
 def test_an_aborted_request_lets_its_load_end() -> None:

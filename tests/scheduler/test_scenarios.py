@@ -883,7 +883,7 @@ def test_a_group_that_outgrows_the_pool_alone_ends_with_an_error_and_the_others_
     assert engine.answers[2].reasons == {0: "length"}
 
 
-def test_a_failed_step_ends_its_groups_and_those_whose_blocks_it_moved() -> None:
+def test_after_a_failed_step_groups_whose_blocks_it_moved_are_computed_again() -> None:
     engine = make(blocks=7, host=8, preemption_mode="swap")
     fill_blocks(engine)
     engine.add(request(3, 6, max_tokens=2))
@@ -891,7 +891,6 @@ def test_a_failed_step_ends_its_groups_and_those_whose_blocks_it_moved() -> None
     while len(engine.answers[1].group.seqs[0].token_ids) < 13:
         step(engine)
     engine.step(fail="before moving")
-    assert [engine.answers[i].group_reason for i in (1, 2, 3)] == ["error", "error", None]
-    assert engine.answers[2].group.totals.num_swaps == 1
+    assert engine.answers[2].group.totals.num_swaps == 1 and not engine.blocks.num_tables
     finish(engine)
-    assert engine.answers[3].reasons == {0: "length"}
+    assert all(engine.answers[i].reasons == {0: "length"} for i in (1, 2, 3))

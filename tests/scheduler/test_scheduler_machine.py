@@ -294,7 +294,7 @@ class Run:
             return
         name = rng.choice("ab")
         known = self.pinned.get(name)
-        if known is not None and known.group_id in self.engine.scheduler.queues.groups:
+        if known is not None and not self.engine.answers[known.group_id].finished:
             return  # not computed yet
         self.engine.blocks.pinned.remove(name)
         if known is not None and rng.random() < 0.5:
@@ -368,7 +368,7 @@ class Run:
         for _ in range(MAX_STEPS):
             while self.added < self.case.num_requests and rng.random() < 0.6:
                 engine.add(self.request())
-            if self.added == self.case.num_requests and not engine.scheduler.has_work:
+            if self.added == self.case.num_requests and not engine.loop.has_work:
                 break
             self.disturb()
             self.share_prefix()
@@ -396,7 +396,8 @@ class Run:
             self.disturb()
 
         where = self.rng.choice(["before moving", "before computing"])
-        plan = self.engine.step(between, where if self.rng.random() < self.case.failure_rate else "")
+        fails = self.rng.random() < self.case.failure_rate and not self.engine.loop._isolation.is_probing
+        plan = self.engine.step(between, where if fails else "")
         assert plan.total_tokens <= self.case.options.token_budget
         check_accounting(self.engine)
 
@@ -411,7 +412,7 @@ class Run:
         But groups in ``compiling``, whose grammar or input is not prepared, hold up no others.
         """
         limit, now = self.case.options.aging_limit, self.engine.now
-        if limit is None:
+        if limit is None or not self.engine.scheduler.queues.policy.ages:
             return
         running = {g.group_id for g in self.engine.scheduler.queues.running}
         for group, status in before.values():
@@ -423,7 +424,7 @@ class Run:
             if any(thing.is_preparing for thing in self.engine.scheduler.preparations.needs(group)):
                 continue  # has its place
             takes_scarce = needs_scarce(group)
-            for other_id in running:
+            for other_id in running & before.keys():  # others: suspects of a failed step, and the engine's own request
                 other, was = before[other_id]
                 if takes_scarce and not needs_scarce(other):
                     continue  # goes on while slots become free

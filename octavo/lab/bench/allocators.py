@@ -24,6 +24,7 @@ from octavo.lab.simulate.allocators.comparison import BASELINES
 from octavo.lab.simulate.allocators.contiguous import ContiguousBlocks, reserving
 from octavo.lab.simulate.allocators.static_batches import STATIC, StaticBatching, take_batch
 from octavo.lab.simulate.engine import SimulatedEngine, run
+from octavo.lab.simulate.figures import RunFigures
 from octavo.lab.simulate.run import Recorder
 from octavo.lab.simulate.step_profile import StepProfile
 from octavo.lab.workloads.lengths import Lengths, Uniform
@@ -33,6 +34,8 @@ from octavo.lab.workloads.workload import Workload
 from octavo.memory.block_manager import BlockManager
 
 _BLOCK_SIZE = 16
+#: The paged KV cache with ``max_num_seqs=auto``; the other runs have a fixed maximum.
+PAGED_AUTO = "paged-auto"
 #: Requests before what is counted.
 _WARM_UP = 4
 
@@ -110,7 +113,7 @@ class AllocatorRun(msgspec.Struct, frozen=True, kw_only=True):
     sequences: float
     filled: float
     preemptions: int
-    #: As the simulator has it, of cases of one sequence each, with a profile: requests a second.
+    #: As the simulator has it, with a profile, of cases without beams: requests a second.
     simulated: float | None = None
 
 
@@ -126,6 +129,7 @@ def make_options(options: EngineConfig, cases: Sequence[AllocatorCase]) -> Engin
         "num_gpu_blocks_override": max(case.num_blocks for case in cases),
         "num_host_blocks_override": 0,
         "max_num_seqs": 64,
+        "adapt_num_seqs": False,
         "enable_prefix_caching": True,
         "async_scheduling": False,
     }
@@ -163,7 +167,7 @@ def measure(
             nonlocal engine
             engine = use_allocator(core, engine, case, allocator)
             figures = _run(engine, case, allocator, items, seed)
-            if profile is not None and case.width == 1:
+            if profile is not None and not case.beams:
                 rate = simulated_rate(profile, engine.core.options, case, allocator, items)
                 figures = msgspec.structs.replace(figures, simulated=rate)
             return figures
@@ -183,7 +187,8 @@ def measure(
 
 def baselines(case: AllocatorCase) -> tuple[str, ...]:
     """What a case is run with. The sequences of one request share their prompt, which static batches do not know."""
-    return tuple(name for name in BASELINES if case.width == 1 or name not in STATIC)
+    contiguous = (name for name in BASELINES if name != "paged" and (case.width == 1 or name not in STATIC))
+    return ("paged", PAGED_AUTO, *contiguous)
 
 
 def use_allocator(core: RestartableCore, engine: LLMEngine, case: AllocatorCase, allocator: str) -> LLMEngine:
@@ -193,12 +198,12 @@ def use_allocator(core: RestartableCore, engine: LLMEngine, case: AllocatorCase,
         return _manager(case, allocator, lambda: core.scheduler.queues)(case.num_blocks, block_size, **settings)
 
     core.block_manager = make
-    return restarted(core, engine, {})
+    return restarted(core, engine, {"adapt_num_seqs": allocator == PAGED_AUTO})
 
 
 def _manager(case: AllocatorCase, allocator: str, queues: Any) -> Any:
     """What makes the blocks, called as ``BlockManager`` is."""
-    if allocator == "paged":
+    if allocator in ("paged", PAGED_AUTO):
         return BlockManager
     if allocator in STATIC:
         return lambda *sizes, **settings: BlockManager(*sizes, **{**settings, "prefix_caching": False})
@@ -260,16 +265,28 @@ def _progress(engine: LLMEngine) -> int:
 def simulated_rate(
     profile: StepProfile, options: EngineConfig, case: AllocatorCase, allocator: str, items: Sequence[WorkItem]
 ) -> float:
-    """Requests a second of the same requests and memory in the simulator."""
-    changes = {"num_gpu_blocks_override": case.num_blocks, "enable_prefix_caching": allocator == "paged"}
+    """Requests a second of the same requests and memory in the simulator; not of beams."""
+    return simulate_case(profile, options, case, allocator, items).requests_per_s
+
+
+def simulate_case(
+    profile: StepProfile, options: EngineConfig, case: AllocatorCase, allocator: str, items: Sequence[WorkItem]
+) -> RunFigures:
+    """The same requests and memory in the simulator; ``options`` as ``make_options`` made them."""
+    changes = {
+        "num_gpu_blocks_override": case.num_blocks,
+        "enable_prefix_caching": allocator in ("paged", PAGED_AUTO),
+        "adapt_num_seqs": allocator == PAGED_AUTO,
+    }
     recorder = Recorder()
     engine: SimulatedEngine = SimulatedEngine(
         profile,
         options.model_copy(update=changes),
         make_blocks=_manager(case, allocator, lambda: engine.scheduler.queues),
+        samples=case.width,
     )
     if allocator in STATIC:
         StaticBatching(engine, allocator).run(items, recorder.ended, recorder.sample)
     else:
         run(engine, items, recorder.ended, recorder.sample)
-    return recorder.figures(engine).requests_per_s
+    return recorder.figures(engine)

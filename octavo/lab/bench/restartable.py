@@ -23,6 +23,7 @@ POLICY_OPTIONS = frozenset(
         "aging_limit",
         "preemption_victim",
         "priority_preemption",
+        "adapt_num_seqs",
     }
 )
 

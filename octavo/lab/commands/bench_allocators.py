@@ -25,10 +25,10 @@ examples:
 
 The evaluation of Kwon et al. 2023 (PagedAttention), sections 6.2 to 6.5, on the engine: the same requests, all there at
 the start, with the engine's block manager and with contiguous reservations in memory of the same size. The profile is
-of this engine on this machine: what the simulator says of the same requests stands beside what was measured. Cases of
-one sequence a request also run in static batches, padded to their longest prompt and answer (padded rows count as
-sequences in a step). The table has medians of the repeats, and in brackets the least and the largest; * marks cases in
-which the machine changed.
+of this engine on this machine: what the simulator says of the same requests stands beside what was measured. paged-auto
+is the engine's block manager with max_num_seqs=auto; the others run up to 64 sequences. Cases of one sequence a request
+also run in static batches, padded to their longest prompt and answer (padded rows count as sequences in a step). The
+table has medians of the repeats, and in brackets the least and the largest; * marks cases in which the machine changed.
 """
 
 

@@ -40,12 +40,12 @@ examples:
 
 classic are dense-short, dense-long, sparse-short, sparse-long: 1000 requests at 1000 a second or 100 at 100, lengths
 Poisson around 20 or 80 tokens; each request has a random one of three priorities, which static looks at. separating are
-few-blocks-recompute and -swap, heavy-tailed-70, -90 and -110, services-90 and -90-long, priorities, greedy-and-modest,
-deadlines-90 and -110: those of heavy-tailed and services hide lengths from all policies but sjf, their oracle, and the
-place server does not run them. Priorities and targets are left out where a policy does not look at them. Every run
-begins with empty blocks and a policy that has learned nothing; repeat i has the seed --seed + i, and every second
-repeat runs the policies backwards. A run by the clock beside which the machine changed is repeated, and marked with *
-if that did not help.
+few-blocks-recompute and -swap, heavy-tailed-70, -90 and -110, services-90, -90-long and -90-steady, priorities,
+greedy-and-modest, deadlines-90 and -110: those of heavy-tailed and services hide lengths from all policies but the
+oracles, sjf and srpt-oracle, and the place server does not run them. Priorities and targets are left out where a
+policy does not look at them. Every run begins with empty blocks and a policy that has learned nothing; repeat i has
+the seed --seed + i, and every second repeat runs the policies backwards. A run by the clock beside which the machine
+changed is repeated, and marked with * if that did not help.
 
 The flags of arrivals and requests describe a scenario of your own. A .yaml file has the same words under traffic, and a
 load in place of a rate is a share of the capacity: see the module octavo.lab.bench.policies.scenario_files.
@@ -63,7 +63,7 @@ def make_parser() -> Parser:
     )
     lab = parser.add_argument_group("lab").add_argument
     lab("--scenarios", metavar="S,S", help=f"groups, names, .yaml files or module:Name ({FIRST_LOOK})")
-    lab("--policies", metavar="P,P", help="names, or module:Class (all that are installed)")
+    lab("--policies", metavar="P,P", help="names, srpt-oracle, or module:Class (all that are installed)")
     lab("--places", default="process", metavar="P,P", help=f"some of {', '.join(PLACES)} (process)")
     lab("--repeats", type=int, metavar="N", help="runs of each, with seeds of their own (2 by the clock, else 1)")
     add_thorough_flag(parser, "the scenarios classic, three runs of each")
@@ -83,6 +83,7 @@ def run(arguments: Arguments) -> int:
     """Runs the lab and prints its tables, or JSON."""
     from octavo.lab.bench.policies import catalogue, tables
     from octavo.lab.bench.policies.lab import Lab
+    from octavo.lab.bench.policies.oracles import scheduling_policy
     from octavo.lab.bench.policies.scenarios import Scenario
     from octavo.lab.bench.steady import Guard
     from octavo.lab.plots.style import load_matplotlib
@@ -99,7 +100,7 @@ def run(arguments: Arguments) -> int:
     policies = _words("policies", arguments.policies) if arguments.policies else list(POLICIES)
     names = _words("places", arguments.places)
     for policy in policies:
-        policy_class(policy)
+        policy_class(scheduling_policy(policy))
     for name in names:
         if name not in PLACES:
             raise ConfigError(f"no place {name!r}; known: {', '.join(PLACES)}")

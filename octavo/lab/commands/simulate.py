@@ -16,6 +16,7 @@ from octavo.core.errors import ConfigError
 from octavo.lab.commands import (
     simulate_allocators,
     simulate_delay,
+    simulate_flood,
     simulate_plan,
     simulate_preemption,
     simulate_profile,
@@ -55,9 +56,11 @@ examples:
   octavo simulate --request-rate 4 --num-requests 200 --num-gpu-blocks-override 400 --record run.jsonl
   octavo simulate --scenario heavy-tailed-90 --compare srpt,sjf
   octavo simulate --scenario mine.yaml --report out.html
+  octavo simulate --replay ~/.cache/octavo/dumps/step-20260102-030405-6-789.jsonl
   octavo simulate allocators
   octavo simulate preemption
   octavo simulate delay
+  octavo simulate flood
 
 The profile says what a step costs and how large the KV cache is: 'octavo bench calibrate' measures one, 'octavo
 simulate profile' computes one. Equal calls give equal figures. {FORMS}
@@ -71,6 +74,7 @@ _COMMANDS = {
     "allocators": simulate_allocators,
     "preemption": simulate_preemption,
     "delay": simulate_delay,
+    "flood": simulate_flood,
 }
 
 
@@ -89,7 +93,7 @@ def make_parser() -> Parser:
     """The command's parser."""
     parser = _SimulateParser(
         prog="octavo simulate",
-        usage="octavo simulate [profile|plan|allocators|preemption|delay] [options]",
+        usage="octavo simulate [profile|plan|allocators|preemption|delay|flood] [options]",
         description="Runs a workload through the scheduler and block manager of the engine on a virtual clock.",
         epilog=EXAMPLE,
     )
@@ -105,6 +109,9 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "--record", type=Path, metavar="FILE", help="write what the engine's blocks and queues do: see octavo view"
+    )
+    parser.add_argument(
+        "--replay", type=Path, metavar="DUMP", help="replay the scheduler to a step that failed, from the step's dump"
     )
     add_cluster_flags(parser, sized=True)
     add_scenario_flag(parser)
@@ -123,6 +130,8 @@ def run(arguments: Arguments) -> int:
     from octavo.lab.simulate.step_profile import load_profile
 
     refuse_words(arguments)
+    if arguments.replay is not None:
+        return _replay(arguments)
     refuse_idle_flags(arguments, OPTIONS, "octavo simulate, which has a profile in the place of a model")
     if arguments.report is not None or arguments.plots is not None:
         load_matplotlib()
@@ -193,6 +202,20 @@ def _of_scenario(
         for policy in policies
     }
     return items, conditions
+
+
+def _replay(arguments: Arguments) -> int:
+    """Prints what the scheduler plans up to the failed step."""
+    from octavo.lab.simulate.replay import replay
+
+    played = replay(arguments.replay)
+    if arguments.json is None:
+        print("\n".join(played.lines()))
+    else:
+        steps = [{"step": s.step, "recorded": s.recorded, "planned": s.planned} for s in played.steps]
+        failed = {"step": played.failure.step, "error": played.failure.error, "from_idle": played.failure.from_idle}
+        write_json(arguments.json, {"failure": failed, "equal": played.num_equal, "steps": steps})
+    return 0
 
 
 def _simulate(

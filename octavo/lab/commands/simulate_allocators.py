@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.parsing import Arguments, Parser, add_json_flag, check_positive, check_range, refuse_words, write_json
+from octavo.core.errors import ConfigError
 from octavo.lab.commands.waiting import FIRST_LOOK, Waiting, add_thorough_flag, seconds_here
 
 if TYPE_CHECKING:
@@ -16,12 +17,15 @@ EXAMPLE = """\
 examples:
   octavo simulate allocators
   octavo simulate allocators --thorough
+  octavo simulate allocators --cases samples-4,samples-6
   octavo simulate allocators --lengths chat --latency-limit 0.1 --rate 2 --json curves.json
 
 The comparison of Kwon et al. 2023 (PagedAttention), section 6.2, on a simulated OPT-13B on an A100: oracle reserves the
 true length of each request, pow2 at most twice its output, max the model's context. static-oracle and static-max batch
 whole requests: as many as memory holds, padded to the longest prompt and the longest answer, begin and end together, in
 memory of the true padded lengths, or of the context (FasterTransformer in the paper). Equal calls give equal figures.
+With --cases: the requests and the memory of octavo bench allocators, with its profile; paged-auto is paged memory with
+max_num_seqs=auto.
 """
 #: Fits of the paper's traces, see octavo/lab/workloads/lengths.py; and how many requests a run has, unless it is given:
 #: for a first look, and with ``--thorough``.
@@ -31,6 +35,8 @@ _REQUESTS = {"chat": 1000, "instruct": 3000}
 #: Cost of a request in a run, in units of ``seconds_here``.
 _COST = {"chat": 0.23, "instruct": 0.06}
 _MOST_REQUESTS = 100_000
+#: With ``--cases``: the profile, and runs of each with seeds from ``--seed`` on.
+_PROFILE_OF_CASES, _SEEDS = "smollm2-135m-epyc-2-cores", 3
 
 
 def make_parser() -> Parser:
@@ -43,13 +49,17 @@ def make_parser() -> Parser:
     )
     add = parser.add_argument
     add("--lengths", choices=(*TRACES, "both"), help="chat (ShareGPT), instruct (Alpaca) or both (chat)")
-    add("--profile", default="opt-13b-a100", metavar="NAME|FILE", help="costs of steps, memory (opt-13b-a100)")
+    add("--cases", metavar="NAME,...", help="cases of octavo bench allocators, all but those of beams")
+    add(
+        "--profile",
+        metavar="NAME|FILE",
+        help=f"costs of steps, memory (opt-13b-a100; with --cases {_PROFILE_OF_CASES})",
+    )
     add("--num-requests", type=int, metavar="N", help="requests of each run (250 of chat, 1000 of instruct)")
     add_thorough_flag(parser, "both kinds of lengths, 1000 requests of chat and 3000 of instruct")
     add(
         "--latency-limit",
         type=float,
-        default=0.05,
         metavar="X",
         help="most seconds from arrival to end for each output token, mean over requests (0.05)",
     )
@@ -76,9 +86,11 @@ def run(arguments: Arguments) -> int:
     refuse_words(arguments)
     check_range(arguments, "num_requests", most=_MOST_REQUESTS)
     check_positive(arguments, "latency_limit", "rate")
+    if arguments.cases is not None:
+        return _run_cases(arguments)
     if arguments.plots is not None:
         load_matplotlib()
-    profile = load_profile(arguments.profile)
+    profile = load_profile(arguments.profile or "opt-13b-a100")
     lengths = arguments.lengths or ("both" if arguments.thorough else "chat")
     traces = TRACES if lengths == "both" else (lengths,)
     counts = _REQUESTS if arguments.thorough else _FEW_REQUESTS
@@ -94,13 +106,68 @@ def run(arguments: Arguments) -> int:
                 waiting.phase(f"{trace}, {allocator}")
 
             setting = make_setting(profile, parse_inputs(trace), parse_outputs(trace), count, arguments.seed)
-            comparisons[trace] = compare(setting, arguments.latency_limit, arguments.rate, begins, waiting.add)
+            comparisons[trace] = compare(setting, arguments.latency_limit or 0.05, arguments.rate, begins, waiting.add)
             if arguments.json is None:
                 waiting.print("\n".join(table(trace, comparisons[trace])))
     if arguments.plots is not None:
         write_plots({f"allocators_{trace}": (draw(comparisons[trace]), "") for trace in comparisons}, arguments.plots)
     if arguments.json is not None:
-        write_json(arguments.json, {"profile": arguments.profile, "seed": arguments.seed, "lengths": comparisons})
+        write_json(
+            arguments.json,
+            {"profile": arguments.profile or "opt-13b-a100", "seed": arguments.seed, "lengths": comparisons},
+        )
+    return 0
+
+
+def _run_cases(arguments: Arguments) -> int:
+    """Simulates cases of ``octavo bench allocators``."""
+    from octavo.config.engine_config import make_config
+    from octavo.lab.bench.allocators import CASES, baselines, make_options, simulate_case
+    from octavo.lab.bench.policies.tables import markdown_table, number
+    from octavo.lab.bench.steady import median_and_range
+    from octavo.lab.simulate.step_profile import load_profile
+
+    known = [name for name, case in CASES.items() if not case.beams]
+    names = [name.strip() for name in arguments.cases.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"no case {unknown[0]!r}; known: {', '.join(known)}")
+    for name in ("lengths", "latency_limit", "rate", "plots", "thorough"):
+        if getattr(arguments, name) not in (None, False):
+            raise ConfigError(f"--{name.replace('_', '-')} is not for --cases: leave it out")
+    profile = load_profile(arguments.profile or _PROFILE_OF_CASES)
+    lines, runs = [], []
+    for case in (CASES[name] for name in names):
+        options = make_options(make_config(model="none"), [case])
+        share = (arguments.num_requests or case.requests) / case.requests
+        figures = {
+            allocator: [
+                simulate_case(profile, options, case, allocator, case.items(arguments.seed + i, share))
+                for i in range(_SEEDS)
+            ]
+            for allocator in baselines(case)
+        }
+        for allocator, own in figures.items():
+            over = [f.requests_per_s / o.requests_per_s for f, o in zip(own, figures["oracle"], strict=True)]
+            lines.append(
+                [
+                    case.name,
+                    allocator,
+                    median_and_range([f.requests_per_s for f in own], number),
+                    median_and_range(over, "{:.2f}".format),
+                    median_and_range([f.preemptions_by_recompute for f in own], number),
+                    median_and_range([f.recomputed_tokens for f in own], number),
+                ]
+            )
+            for i, (f, ratio) in enumerate(zip(own, over, strict=True)):
+                run: dict[str, object] = {"case": case.name, "allocator": allocator, "seed": arguments.seed + i}
+                run |= {"requests_per_s": f.requests_per_s, "over_oracle": ratio}
+                run |= {"preemptions": f.preemptions_by_recompute, "recomputed_tokens": f.recomputed_tokens}
+                runs.append(run)
+    if arguments.json is not None:
+        write_json(arguments.json, {"profile": profile.model, "device": profile.device, "runs": runs})
+    if arguments.json != "-":
+        header = ["case", "allocator", "requests/s", "over oracle", "preemptions", "tokens computed again"]
+        print(markdown_table(header, lines))
     return 0
 
 

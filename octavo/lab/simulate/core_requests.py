@@ -14,18 +14,21 @@ STOP = 0
 
 
 @lru_cache(maxsize=4096)
-def _task(max_tokens: int | None) -> Generate:
+def _task(max_tokens: int | None, samples: int) -> Generate:
     """Shared by all requests with this limit; nothing changes it."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    heat = 0.0 if samples == 1 else 1.0
+    params = SamplingParams(n=samples, temperature=heat, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     return Generate(params, seed=0, stop_token_ids=[STOP])
 
 
-def core_request(number: int, item: WorkItem, prompt: list[int], max_tokens: int | None) -> EngineCoreRequest:
+def core_request(
+    number: int, item: WorkItem, prompt: list[int], max_tokens: int | None, samples: int = 1
+) -> EngineCoreRequest:
     """What the scheduler gets of an item with this prompt."""
     return EngineCoreRequest(
         group_id=number,
         prompt_token_ids=prompt,
-        task=_task(max_tokens),
+        task=_task(max_tokens, samples),
         arrival_time=item.at,
         options=RequestOptions(
             priority=item.priority,

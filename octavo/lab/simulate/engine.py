@@ -83,6 +83,7 @@ class SimulatedEngine:
         on_gap: OnGap | None = None,
         on_plan: OnPlan | None = None,
         make_blocks: Callable[..., BlockManager] = BlockManager,
+        samples: int = 1,
     ) -> None:
         """Makes the blocks as an engine with these options would, in memory as the profile says.
 
@@ -94,6 +95,7 @@ class SimulatedEngine:
             on_gap: called for the tokens of each step that follow others: seconds, and how many tokens.
             on_plan: called for each step when it is planned: its sequences hold the blocks that it writes.
             make_blocks: called as ``BlockManager`` is.
+            samples: sequences of each request, which share its prompt (``n``); a request has the tokens of all.
 
         Raises:
             ConfigError: options of parallelism are given, or ``max_model_len`` does not fit.
@@ -113,7 +115,7 @@ class SimulatedEngine:
         self._workers = _Workers(self)
         # The loop needs no other method of an executor than ``submit``, as no step fails.
         self._loop = StepLoop(self.scheduler, cast(Any, self._workers), max_in_flight=in_flight)
-        self._max_tokens = max_tokens
+        self._max_tokens, self._samples = max_tokens, samples
         self._on_gap = on_gap or _ignore_gap
         self.on_plan = on_plan
         self._open: dict[int, SimulatedRequest] = {}
@@ -153,7 +155,7 @@ class SimulatedEngine:
                 f"at least 1 of output, and together at most max_model_len ({self.max_model_len})"
             )
         added = self._begin(number, item, progress)
-        request = core_request(number, item, prompt, self._max_tokens(item))
+        request = core_request(number, item, prompt, self._max_tokens(item), self._samples)
         answer: list[int] = []
         if item.session is not None and self.options.enable_prefix_caching:  # its next turn brings these tokens
             answer = output_ids(item)
@@ -238,10 +240,15 @@ class SimulatedEngine:
         ended = []
         steady = 0
         for output in outputs.each_sequence():
-            request = open_[output.group_id]
-            request.before = last = request.last
-            request.last = now
+            request, last = open_[output.group_id], open_[output.group_id].last
             request.tokens += len(output.token_ids)
+            if output.finish_reason is not None and output.group_id not in self.scheduler.queues.groups:
+                if request.finish_reason is None:
+                    ended.append(request)
+                request.finish_reason = output.finish_reason
+            if last == now:  # another of its samples
+                continue
+            request.before, request.last = last, now
             if last == before:
                 steady += 1
             elif last < 0:
@@ -249,11 +256,10 @@ class SimulatedEngine:
                 self.started[request.number] = request
             else:
                 self._on_gap(now - last, 1)
-            if output.finish_reason is not None:
-                request.finish_reason = output.finish_reason
-                ended.append(open_.pop(output.group_id))
         if steady:
             self._on_gap(now - before, steady)
+        for request in ended:
+            del open_[request.number]
         self._workers.forget(ended)
         for end in outputs.groups:
             request = open_.pop(end.group_id)
@@ -336,7 +342,8 @@ class _Workers:
         self._free_at = max(self._free_at, engine.now) + seconds
         swapping = engine.profile.swap_seconds(work.transfers, work.moved)
         result = StepResult(plan.step, seconds=seconds, swap_seconds=swapping)
-        result.seq_ids = plan.seq_ids if len(sampled) == len(plan.seq_ids) else [seq.seq_id for seq in sampled]
+        every = len(sampled) == len(plan.seq_ids) and not plan.forks
+        result.seq_ids = plan.seq_ids if every else [seq.seq_id for seq in sampled]
         if result.swap_seconds:
             result.swaps = [(work.moved // engine.options.block_size, result.swap_seconds)]
         return _SimulatedStep(self, result, sampled, self._free_at)

@@ -176,8 +176,10 @@ class ServiceByUser(msgspec.Struct, frozen=True):
     #: At each moment, over pairs of users and intervals that end then, in which at every moment both had requests
     #: waiting: the largest difference between what both were served.
     difference: list[float]
-    #: Of ``difference`` under the policy ``fair`` without ageing, by theorem 4.4 of Sheng et al. 2024.
+    #: Of ``difference`` under the policy ``fair``, by theorem 4.4 of Sheng et al. 2024, for users who were never idle.
     bound: float
+    #: The end of the first time in which all users have requests waiting; 0: there is none.
+    all_wait_until: float = 0.0
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):

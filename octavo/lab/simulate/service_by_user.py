@@ -58,7 +58,11 @@ class ServiceRecorder:
             difference = list(map(max, difference, found))
         cache = engine.blocks.num_blocks * engine.options.block_size
         bound = 2 * max(PROMPT_WEIGHT * self._longest, OUTPUT_WEIGHT * cache) / min(self._weights[: len(slots)])
-        return ServiceByUser(columns["seconds"], dict(zip(self.slots, served, strict=True)), difference, bound)
+        all_wait = map(all, zip(*waits, strict=True))
+        moments = itertools.dropwhile(lambda of: not of[1], zip(columns["seconds"], all_wait, strict=True))
+        until = [seconds for seconds, _ in itertools.takewhile(lambda of: of[1], moments)]
+        by_user = dict(zip(self.slots, served, strict=True))
+        return ServiceByUser(columns["seconds"], by_user, difference, bound, until[-1] if until else 0.0)
 
     def _values(self, engine: SimulatedEngine) -> list[float]:
         """By slot, what was served so far; and 1 for those who have requests waiting or swapped, 0 for the others."""

@@ -33,8 +33,8 @@ class StepWork:
 def count_work(plan: StepPlan, queues: SchedulingState) -> tuple[StepWork, list[Sequence]]:
     """The work of a plan that was just made, and the sequences that sample in it.
 
-    ``queues`` are as the scheduler leaves them: the plan's tokens count as computed. All requests generate, one
-    sequence each. A chunk of one token counts as a decode: it costs the same.
+    ``queues`` are as the scheduler leaves them: the plan's tokens count as computed. All requests generate. A forked
+    sequence samples from the logits of its parent. A chunk of one token counts as a decode: it costs the same.
     """
     by_id, counts = queues.sequences, plan.num_tokens
     seqs = [by_id[seq_id] for seq_id in plan.seq_ids]
@@ -42,7 +42,8 @@ def count_work(plan: StepPlan, queues: SchedulingState) -> tuple[StepWork, list[
     if counts.count(1) == total:
         context = sum([seq.num_computed for seq in seqs])
         work, sampled = StepWork(total, total, context, 0, 0, total), seqs
-        if queues.prefilling:  # a chunk of one token may leave others of its prompt
+        # A chunk of one token may leave others of its prompt, or the last tokens of several sequences.
+        if queues.prefilling or len(by_id) > len(queues.groups):
             sampled = [seq for seq in seqs if seq.num_computed >= len(seq.token_ids)]
             work.sampled = len(sampled)
     else:
@@ -58,6 +59,9 @@ def count_work(plan: StepPlan, queues: SchedulingState) -> tuple[StepWork, list[
                 work.pairs += count * (computed - count) + count * (count + 1) // 2
             if computed >= len(seq.token_ids):
                 sampled.append(seq)
+        work.sampled = len(sampled)
+    if plan.forks:
+        sampled = [*sampled, *(by_id[fork.child] for fork in plan.forks)]
         work.sampled = len(sampled)
     work.transfers = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
     work.moved = work.transfers * block_size

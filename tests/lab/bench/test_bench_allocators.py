@@ -11,10 +11,18 @@ from octavo.cli.main import main
 from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError
 from octavo.engine.llm_engine import LLMEngine
-from octavo.lab.bench.allocators import CASES, AllocatorCase, make_options, measure, use_allocator
+from octavo.lab.bench.allocators import (
+    CASES,
+    PAGED_AUTO,
+    AllocatorCase,
+    baselines,
+    make_options,
+    measure,
+    use_allocator,
+)
 from octavo.lab.bench.restartable import RestartableCore, start
 from octavo.lab.bench.steady import Guard
-from octavo.lab.simulate.allocators.comparison import ALLOCATORS, BASELINES
+from octavo.lab.simulate.allocators.comparison import ALLOCATORS
 from octavo.lab.simulate.allocators.contiguous import ContiguousBlocks
 from octavo.lab.workloads.lengths import Uniform
 from octavo.lab.workloads.tokens import token_ids
@@ -48,7 +56,7 @@ def answers(started: Started, case: AllocatorCase, allocator: str) -> tuple[dict
         engine.add_request(str(number), token_ids(item, ids), case.params(item, number), streaming=False)
     found, most = {}, 0
     blocks, queues = engine.core.blocks, engine.core.scheduler.queues
-    assert isinstance(blocks, ContiguousBlocks) == (allocator != "paged")
+    assert isinstance(blocks, ContiguousBlocks) == (allocator not in ("paged", PAGED_AUTO))
     while engine.has_unfinished_requests():
         for output in engine.step():
             found[output.request_id] = [completion.token_ids for completion in output.outputs]
@@ -69,6 +77,7 @@ def test_every_allocator_gives_the_same_tokens(started: Started, name: str) -> N
     if case.width > 1:
         assert any(len(set(map(tuple, each))) > 1 for each in tokens.values()), "sequences of a request differ"
     assert all(other == tokens for other, _ in found.values())
+    assert answers(started, case, PAGED_AUTO)[0] == tokens
     assert most > found["max"][1] == max(2, case.width)
 
 
@@ -76,10 +85,10 @@ def test_runs_are_measured_with_each_allocator_beside_the_simulator(tiny_model: 
     options = make_options(make_config(model=str(tiny_model)), [SMALL["one"]])
     guard = Guard(again=0)
     runs = [run.result for run in measure(options, [SMALL["one"]], repeats=2, guard=guard, profile=profile())]
-    assert [(f.allocator, f.seed) for f in runs] == [(a, seed) for seed in (0, 1) for a in BASELINES]
+    assert [(f.allocator, f.seed) for f in runs] == [(a, seed) for seed in (0, 1) for a in baselines(SMALL["one"])]
     for f in runs:
         assert f.requests_per_s == pytest.approx(8 / f.seconds) and f.simulated is not None and 0 < f.filled <= 1
-    paged, _, _, largest, static, static_max = runs[:6]
+    paged, _, _, _, largest, static, static_max = runs[:7]
     assert paged.simulated is not None and largest.simulated is not None
     assert paged.simulated > largest.simulated and paged.sequences > largest.sequences
     assert largest.sequences == pytest.approx(2) and static_max.sequences == pytest.approx(2)
@@ -115,9 +124,11 @@ def test_the_command_prints_a_table_and_writes_every_run(
     words += ["--again", "0"]
     assert main([*words, "--json", str(file)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| one |", "| one* |"))]
-    assert [line.split(" | ")[1] for line in lines] == list(BASELINES) and " | 1.00 [1.00, 1.00] | - | " in lines[0]
+    assert [line.split(" | ")[1] for line in lines] == list(
+        baselines(SMALL["one"])
+    ) and " | 1.00 [1.00, 1.00] | - | " in lines[0]
     runs = json.loads(file.read_text())["runs"]
-    assert len(runs) == 12 and all(run["conditions"]["attempts"] == 1 for run in runs)
+    assert len(runs) == 14 and all(run["conditions"]["attempts"] == 1 for run in runs)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_figures_are_those_of_the_requests() -> None:
 
 
 def test_averages_are_taken_figure_by_figure() -> None:
-    base = PolicyFigures(**dict.fromkeys(PolicyFigures.__struct_fields__[:10], 1.0), user_latency={"a": 1.0})
+    base = PolicyFigures(**dict.fromkeys(PolicyFigures.__struct_fields__[:11], 1.0), user_latency={"a": 1.0})
     other = msgspec.structs.replace(base, seconds=4.0, user_latency={"a": 2.0, "b": 5.0}, goodput_share=0.5)
     mean, deviation = averages([base, other])
     assert mean.seconds == 2.5 and deviation.seconds == statistics.stdev([1, 4])

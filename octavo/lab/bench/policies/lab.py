@@ -13,6 +13,7 @@ import numpy as np
 from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.bench.capacity import capacity_of, full_load
+from octavo.lab.bench.policies.oracles import ORACLES, scheduling_policy
 from octavo.lab.bench.policies.places import Place
 from octavo.lab.bench.policies.policy_figures import PlaceOutcome, PolicyFigures, averages, figures, medians
 from octavo.lab.bench.policies.scenarios import Scenario
@@ -106,7 +107,7 @@ class Lab:
             ConfigError: a policy is unknown, or a scenario is not possible in a place.
         """
         for policy in policies:
-            policy_class(policy)
+            policy_class(scheduling_policy(policy))
         self._check(scenarios)
         rows: dict[tuple[str, str, str], ScenarioRow] = {}
         for repeat in range(repeats):
@@ -139,8 +140,8 @@ class Lab:
 
         def run(policy: str) -> PlaceOutcome:
             options = self._configure(place.name, options_for(scenario, policy))
-            # The oracle is told what the others are not, see ``Scenario.max_tokens``.
-            limit = None if policy == "sjf" else scenario.max_tokens
+            # Oracles are told what the others are not, see ``Scenario.max_tokens``.
+            limit = None if policy in ORACLES else scenario.max_tokens
             outcome = place.run(options, acceptable(items, policy), limit)
             if not len(outcome.done.sent):
                 failed = ", ".join(f"{count} {reason}" for reason, count in outcome.done.failed.items())
@@ -177,12 +178,12 @@ class Lab:
 def options_for(scenario: Scenario, policy: str) -> dict[str, Any]:
     """The scenario's options with this policy, without those that this policy would refuse."""
     kept = {k: v for k, v in scenario.options.items() if ":" in policy or _OF_POLICIES.get(k, policy) == policy}
-    return {**kept, "scheduling_policy": policy}
+    return {**kept, "scheduling_policy": scheduling_policy(policy)}
 
 
 def acceptable(items: Sequence[WorkItem], policy: str) -> Sequence[WorkItem]:
     """The items without priorities and targets that this policy does not look at, and would refuse."""
-    kind = policy_class(policy)
+    kind = policy_class(scheduling_policy(policy))
     dropped: dict[str, Any] = {} if kind.uses_priority else {"priority": 0}
     if not kind.uses_targets:
         dropped |= {"ttft_target": None, "tpot_target": None}

@@ -37,6 +37,7 @@ class PolicyFigures(msgspec.Struct, frozen=True, kw_only=True):
     p50_latency: float
     p99_latency: float
     mean_ttft: float
+    p50_ttft: float
     p99_ttft: float
     preemptions: float
     #: Of scenarios with targets: requests that met their own, as a share of those that have any, and a second.
@@ -71,6 +72,7 @@ def figures(items: Sequence[WorkItem], outcome: PlaceOutcome) -> PolicyFigures:
         p50_latency=float(np.percentile(latency, 50)),
         p99_latency=float(np.percentile(latency, 99)),
         mean_ttft=float(np.mean(ttft)),
+        p50_ttft=float(np.percentile(ttft, 50)),
         p99_ttft=float(np.percentile(ttft, 99)),
         preemptions=outcome.preemptions,
         goodput_share=good / targeted if targeted else None,

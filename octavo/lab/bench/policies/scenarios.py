@@ -33,5 +33,5 @@ class Scenario:
     load: float | None = None
     family: str = field(default="", kw_only=True)
     #: Limit that requests state as ``max_tokens``, longer ones their own length, so that policies do not know lengths;
-    #: ``sjf`` is told the true ones all the same and is the oracle. None: all state their true length.
+    #: oracles (``oracles.py``) are told the true ones all the same. None: all state their true length.
     max_tokens: int | None = field(default=None, kw_only=True)

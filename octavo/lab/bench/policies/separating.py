@@ -129,12 +129,12 @@ SERVICES: Mapping[str, _Application] = {
 _TURNS, _SECONDS = (1.5, 0.3), 60.0
 
 
-def _services(count: int, capacity: float, seed: int) -> Iterable[WorkItem]:
+def _services(count: int, turns: tuple[float, ...], capacity: float, seed: int) -> Iterable[WorkItem]:
     return merge(
         *(
             Workload(
                 requests=round(count * service.share),
-                arrivals=Steps(_SECONDS, tuple(turn * capacity * service.share for turn in _TURNS)),
+                arrivals=Steps(_SECONDS, tuple(turn * capacity * service.share for turn in turns)),
                 inputs=service.inputs,
                 outputs=service.outputs,
                 system_prompts=SystemPrompts(1, 100),
@@ -148,17 +148,18 @@ def _services(count: int, capacity: float, seed: int) -> Iterable[WorkItem]:
     )
 
 
-def _of_services(name: str, count: int) -> Scenario:
+def _of_services(name: str, count: int, turns: tuple[float, ...]) -> Scenario:
+    swings = "a minute at 150 %, a minute at 30 %, and so on; " if len(turns) > 1 else ""
     about = (
         f"{count} requests of four services (completion, instructions, chat, reports) at 90 % of capacity: "
-        "a minute at 150 %, a minute at 30 %, and so on; lengths are unknown, but each service has its own"
+        f"{swings}lengths are unknown, but each service has its own"
     )
     parts = SERVICES.values()
     return Scenario(
         name,
         about,
         _SLOTS,
-        partial(_services, count),
+        partial(_services, count, turns),
         Mixture(tuple((s.share, s.inputs) for s in parts)),
         Mixture(tuple((s.share, s.outputs) for s in parts)),
         0.9,
@@ -229,8 +230,9 @@ SEPARATING: dict[str, Scenario] = {
         _few_blocks("recompute", 0),
         _few_blocks("swap", 32),
         *map(_heavy_tailed, (0.7, 0.9, 1.1)),
-        _of_services("services-90", 300),
-        _of_services("services-90-long", 2400),
+        _of_services("services-90", 300, _TURNS),
+        _of_services("services-90-long", 2400, _TURNS),
+        _of_services("services-90-steady", 2400, (0.9,)),
         Scenario(
             "priorities",
             "40 long batch requests at once, and 60 short interactive ones at half of the capacity with priority",

@@ -72,6 +72,7 @@ _ALWAYS = {
     "p50": "p50_latency",
     "p99": "p99_latency",
     "mean TTFT s": "mean_ttft",
+    "p50 TTFT": "p50_ttft",
     "p99 TTFT": "p99_ttft",
     "preemptions": "preemptions",
 }
