@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import SamplingParams
 from octavo.core.dtypes import DType
+from tests.models.hybrid import check_continues_from_checkpoints
 from tests.models.test_network import tensor_parallel_logits
-from tests.models.zoo import ON_GPU, OUTPUT, PARAMS, PROMPTS, SMALL, Zoo, answer_of, answers, prompts_of
+from tests.models.zoo import PROMPTS, SMALL, Zoo, answers
 
 LFM2 = {**SMALL, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 TIGHT = {"num_gpu_blocks_override": 24, "block_size": 4, "state_checkpoint_tokens": 8}
@@ -35,23 +35,7 @@ def test_prefix_hits_continue_from_a_checkpoint(tmp_path: Path, zoo: Zoo) -> Non
     from transformers import Lfm2Config
 
     zoo.save(Lfm2Config(**LFM2))
-    options = {"block_size": 4, "state_checkpoint_tokens": 8, "max_num_batched_tokens": 16}
-    prompt = PROMPTS[3]
-    (wanted,) = answers(zoo.engine(enable_prefix_caching=False), [prompt])
-    engine = zoo.engine(**options)
-    assert answers(engine, [prompt]) == [wanted]
-    (again,) = engine.generate(prompts_of([prompt]), PARAMS, use_tqdm=False)
-    assert answer_of(again) == wanted
-    assert again.num_cached_tokens == 32, "the last checkpoint before the prompt's last token"
-    many = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, n=3)
-    (forks,) = engine.generate(prompts_of([prompt]), many, use_tqdm=False)
-    assert [list(completion.token_ids) for completion in forks.outputs] == [wanted[0]] * 3
-    swapping = zoo.engine(
-        num_gpu_blocks_override=24, watermark=0.0, preemption_mode="swap", num_host_blocks_override=64, **options
-    )
-    outputs = swapping.generate(prompts_of(PROMPTS), PARAMS, use_tqdm=False)
-    assert sum(output.metrics.num_preemptions for output in outputs) > 0 or ON_GPU
-    assert answer_of(outputs[3]) == wanted
+    check_continues_from_checkpoints(zoo, TIGHT)
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from octavo.core.dtypes import DType
-from tests.models.test_mamba import DTYPES, check_continues_from_checkpoints
+from tests.models.hybrid import check_continues_from_checkpoints
+from tests.models.test_mamba import DTYPES
 from tests.models.test_network import tensor_parallel_logits
 from tests.models.zoo import ON_GPU, SMALL, Zoo, edit_config
 

@@ -9,21 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo import SamplingParams
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError
+from tests.models.hybrid import check_continues_from_checkpoints
 from tests.models.test_network import tensor_parallel_logits
 from tests.models.zoo import (
-    ON_GPU,
-    OUTPUT,
-    PARAMS,
-    PROMPTS,
     SMALL,
     Zoo,
-    answer_of,
-    answers,
     edit_config,
-    prompts_of,
     rename_tensors,
 )
 
@@ -59,23 +52,7 @@ def test_checkpoints_are_a_multiple_of_blocks_apart(zoo: Zoo) -> None:
 
 def test_qwen3_5_from_a_checkpoint_of_its_state_in_int8(zoo: Zoo) -> None:
     zoo.save(qwen3_5())
-    options = {"block_size": 4, "state_checkpoint_tokens": 8, "max_num_batched_tokens": 16, "quantization": "int8"}
-    prompt = PROMPTS[3]
-    (wanted,) = answers(zoo.engine(enable_prefix_caching=False, quantization="int8"), [prompt])
-    engine = zoo.engine(**options)
-    assert answers(engine, [prompt]) == [wanted]
-    (again,) = engine.generate(prompts_of([prompt]), PARAMS, use_tqdm=False)
-    assert answer_of(again) == wanted
-    assert again.num_cached_tokens == 32, "the last checkpoint before the prompt's last token"
-    many = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, n=3)
-    (forks,) = engine.generate(prompts_of([prompt]), many, use_tqdm=False)
-    assert [list(completion.token_ids) for completion in forks.outputs] == [wanted[0]] * 3
-    swapping = zoo.engine(
-        num_gpu_blocks_override=11, watermark=0.0, preemption_mode="swap", num_host_blocks_override=64, **options
-    )
-    outputs = swapping.generate(prompts_of(PROMPTS), PARAMS, use_tqdm=False)
-    assert sum(output.metrics.num_preemptions for output in outputs) > 0 or ON_GPU
-    assert answer_of(outputs[3]) == wanted
+    check_continues_from_checkpoints(zoo, TIGHT)
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
