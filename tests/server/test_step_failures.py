@@ -21,7 +21,9 @@ SECRET = "a secret prompt"
 
 def stream(server: Running, number: int, **fields: Any) -> tuple[list[Any], Any]:
     """The pieces of an answer with their logprobs, and the error that ended it."""
-    body = {"prompt": f"{SECRET} {number}", "max_tokens": 200, "seed": number, "ignore_eos": True, "logprobs": 1}
+    # Their prompts differ in one token: none finds text that another has generated, which a dump does not tell.
+    prompt = f"{SECRET} {chr(ord('a') + number)}"
+    body = {"prompt": prompt, "max_tokens": 200, "seed": number, "ignore_eos": True, "logprobs": 1}
     with (
         server.http() as http,
         http.stream("POST", "/v1/completions", json={**body, "stream": True, **fields}) as answer,
@@ -68,7 +70,6 @@ def test_a_step_that_fails_under_16_streams(
     assert main(["simulate", "--replay", str(dump), "--json", str(tmp_path / "replay.json")]) == 0
     replayed = json.loads((tmp_path / "replay.json").read_text())
     assert replayed["steps"][-1]["step"] == failure.step
-    # A prompt may find text that another request has generated, which a dump does not tell.
-    assert replayed["equal"] >= 0.9 * len(replayed["steps"])
+    assert replayed["equal"] == len(replayed["steps"])
     assert main(["simulate", "--replay", str(dump)]) == 0
     assert f"step {failure.step} failed: ArithmeticError: injected" in capsys.readouterr().out
