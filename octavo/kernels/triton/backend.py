@@ -139,22 +139,6 @@ class TritonKernels(TorchKernels):
         positions, slots = batch.rotary_positions if sections else batch.positions, batch.slot_mapping[cache.group]
         return rotary_and_cache(q, k, v, positions, cos_sin, cache, slots, sections)
 
-    def latent_rotary_and_cache(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        absorb: PackedHeads,
-        batch: ForwardBatch,
-        cos_sin: Tensor,
-        cache: LayerCache,
-    ) -> Tensor:
-        q_nope, q_rope = q.split((q.shape[2] - k_rope.shape[1], k_rope.shape[1]), dim=2)
-        q_rope, k_rope = self.rotary(q_rope, k_rope.unsqueeze(1), batch.positions, cos_sin)
-        rows = torch.cat((latent.unsqueeze(1), k_rope), dim=2)
-        self.reshape_and_cache(rows, rows, cache, batch.slot_mapping[cache.group])
-        return torch.cat((absorb(q_nope), q_rope), dim=2)
-
     def pack_heads(self, weight: np.ndarray, dtype: DType) -> PackedHeads:
         return TritonHeads(self.array(weight, dtype)) if self.deterministic else super().pack_heads(weight, dtype)
 

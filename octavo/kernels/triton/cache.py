@@ -267,6 +267,8 @@ def rotary_and_cache(
 
 def reshape_and_cache(k: Tensor, v: Tensor, cache: LayerCache, slots: Tensor) -> None:
     """See ``Kernels.reshape_and_cache``; k and v may be strided views."""
+    if k.shape[2] < cache.key.shape[3]:  # of a latent cache
+        k = v = torch.cat((k, v), dim=2)
     _launch(None, k, v, cache, slots, 1, 0)
 
 
