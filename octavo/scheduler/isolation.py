@@ -110,6 +110,12 @@ class Isolation:
         """Ends one sequence of a request that is kept out of the scheduler; False if it is not."""
         return self._replace(group_id, lambda request: _without(request, index))
 
+    def _probe(self) -> EngineCoreRequest:
+        """A prompt of two tokens, and two tokens of output, as far as the context reaches: a step of each kind."""
+        params = SamplingParams(max_tokens=_PROBE_TOKENS, seed=0, ignore_eos=True, detokenize=False)
+        prompt = [0] * min(2, self._scheduler.max_model_len - 1)
+        return EngineCoreRequest(group_id=PROBE, prompt_token_ids=prompt, task=Generate(params, seed=0))
+
     def _replace(self, group_id: int, change: Callable[[EngineCoreRequest], EngineCoreRequest | None]) -> bool:
         """Changes a request that is kept out of the scheduler, or drops it (None); False if it is not kept."""
         if (request := self._held.pop(group_id, None)) is not None:
@@ -180,7 +186,7 @@ class Isolation:
         was_probing = self.is_probing
         trial, self._trial = self._trial, None
         if was_probing:
-            self._suspects.appendleft(([_probe()], _PROBE_TOKENS))
+            self._suspects.appendleft(([self._probe()], _PROBE_TOKENS))
             self._probes += 1
             return None, failed is None or self._probes < _MOST_PROBES
         suspects = [i for i in open_requests if (failed is None or i in failed) and (trial is None or i in trial)]
@@ -208,7 +214,7 @@ class Isolation:
         self._suspects.extendleft(([open_requests[i] for i in each], alone) for each in reversed(sets) if each)
         self._held |= {i: request for i, request in open_requests.items() if i not in suspects}
         if failed is not None and any(_is_decoder(open_requests[i]) for i in suspects):
-            self._suspects.appendleft(([_probe()], _PROBE_TOKENS))
+            self._suspects.appendleft(([self._probe()], _PROBE_TOKENS))
             self._probes = 0
         return None, failed is not None or bool(suspects) or self._rounds <= _MOST_ROUNDS
 
@@ -220,12 +226,6 @@ def describe(error: Exception) -> str:
 
 def _is_decoder(request: EngineCoreRequest) -> bool:
     return isinstance(request.task, Generate | Beam) and request.encoder_input is None
-
-
-def _probe() -> EngineCoreRequest:
-    """A prompt of two tokens, and two tokens of output: a step of each kind."""
-    params = SamplingParams(max_tokens=_PROBE_TOKENS, seed=0, ignore_eos=True, detokenize=False)
-    return EngineCoreRequest(group_id=PROBE, prompt_token_ids=[0, 0], task=Generate(params, seed=0))
 
 
 def _num_generated(group: SequenceGroup) -> int:

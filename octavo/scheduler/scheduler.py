@@ -65,7 +65,7 @@ class Scheduler:
         self.preparations = preparations or Preparations()
         self._speculator, self._stats = speculator, SchedulerStats()
         self._num_stages, self._clock = num_stages, clock
-        self._max_model_len, self._runs_ahead = max_model_len, runs_ahead
+        self.max_model_len, self._runs_ahead = max_model_len, runs_ahead
         self._budgets = options.token_budget, options.encoder_budget
         self._in_flight: dict[int, Step] = {}
         self._pending_outputs: list[GroupOutput] = []
@@ -83,7 +83,7 @@ class Scheduler:
         self.queues = SchedulingState(
             options,
             self.blocks,
-            self._max_model_len,
+            self.max_model_len,
             plans_on_results=num_stages > 1,
             preparations=self.preparations,
             speculator=speculator,
@@ -96,7 +96,7 @@ class Scheduler:
         self._admission = Admission(options, self.queues, self.concurrency)
         self._displacement = Displacement(options, self.queues, self._admission, self._preemption)
         self._running = Running(options, self.queues, self._preemption, num_stages)
-        self._results = Results(self.queues, self._max_model_len, self._drafting, self.concurrency)
+        self._results = Results(self.queues, self.max_model_len, self._drafting, self.concurrency)
         self._displaces = options.priority_preemption or self.queues.policy.preemptive
 
     def schedule(self) -> StepPlan:

@@ -31,6 +31,9 @@ def pytest_collection_modifyitems(items):
             test._hypothesis_internal_use_settings = settings(asked, max_examples=min(5, asked.max_examples))
 """
 
+#: Tests of recurrent states, on each instruction set.
+_STATES = ("gated_delta", "selective_scan", "states")
+
 
 @dataclass(frozen=True)
 class RebuiltKernels:
@@ -65,7 +68,7 @@ class RebuiltKernels:
     def tests(self) -> list[Path]:
         """The tests of the compiled kernels on each instruction set."""
         here = Path(__file__).parent
-        return [*sorted(here.glob("test_cpu_*.py")), here / "test_gated_delta.py", here / "test_states.py"]
+        return [*sorted(here.glob("test_cpu_*.py")), *(here / f"test_{name}.py" for name in _STATES)]
 
     def run_tests(self, module: Path, tests: list[Path], environment: dict[str, str]) -> str:
         """Runs these tests, all but the slow ones, with the module; returns what was printed.
