@@ -304,7 +304,9 @@ def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: Dr
     )
     kv_specs = set(network.kv_specs)
     if any(spec.kind == "state" for spec in kv_specs):
-        _check_state_options(options, config, kv_specs)
+        distance, size = options.state_checkpoint_tokens, options.block_size
+        if distance % size:
+            raise ConfigError(f"state_checkpoint_tokens must be a multiple of block_size ({size}), not {distance}")
     elif (distance := options.state_checkpoint_tokens) != EngineConfig.model_fields["state_checkpoint_tokens"].default:
         raise ConfigError(
             f"state_checkpoint_tokens ({distance}) is for models with recurrent states, and {config.architecture} has "
@@ -324,18 +326,6 @@ def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: Dr
         find_groups(draft_specs, list(kv_specs))
         kv_specs |= set(draft_specs)
     return kv_specs
-
-
-def _check_state_options(options: EngineConfig, config: ModelConfig, kv_specs: set[KVSpec]) -> None:
-    """Raises ConfigError for options that a model with recurrent states cannot have."""
-    distance, size = options.state_checkpoint_tokens, options.block_size
-    if distance % size:
-        raise ConfigError(f"state_checkpoint_tokens must be a multiple of block_size ({size}), not {distance}")
-    if distance != size and all(spec.kind == "state" for spec in kv_specs):
-        raise ConfigError(
-            f"block_size must be state_checkpoint_tokens ({distance}), not {size}: all layers of "
-            f"{config.architecture} have recurrent states"
-        )
 
 
 def load_network(options: EngineConfig, config: ModelConfig, context: LayerContext, folder: Path) -> Network:
