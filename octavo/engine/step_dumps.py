@@ -322,10 +322,10 @@ class StepDumper(Journal):
         for drop in ((), ("sequences",), ("sequences", "journal"), ("sequences", "journal", "plan", "inputs")):
             for name in drop:
                 setattr(failure, name, type(getattr(failure, name))())
-            first = msgspec.json.encode(header)
-            if len(first) + len(shown) <= MAX_DUMP_BYTES:
+            data = b"%b\n%b\n" % (msgspec.json.encode(header), shown)
+            if len(data) <= MAX_DUMP_BYTES:
                 break
-        return first + b"\n" + shown + b"\n"
+        return data
 
     def _record(self, plan: StepPlan, at: float) -> StepRecord:
         counts = self._core.scheduler.counts()
