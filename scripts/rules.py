@@ -22,6 +22,7 @@ ORDER = (
     "core",
     "config",
     "process",
+    "kvstore",
     "grammar",
     "speech",
     "images",
@@ -53,6 +54,7 @@ ORDER = (
 ONLY = {
     "config": {"core"},
     "process": {"core", "config"},
+    "kvstore": {"core", "config"},
     "grammar": {"core", "config", "process"},
     "speech": {"core", "config", "process"},
     "images": {"core", "config", "process"},
@@ -245,7 +247,7 @@ def unused_code() -> Iterator[str]:
     """Functions, classes, methods and imports that nothing uses (vulture)."""
     from vulture import Vulture
 
-    finder = Vulture(ignore_decorators=["@model_validator*", "@field_validator*", "@pytest.*", "@bindings*"])
+    finder = Vulture(ignore_decorators=["@model_validator*", "@field_*", "@pytest.*", "@bindings*"])
     finder.scavenge([str(ROOT / name) for name in ("octavo", "tests", "scripts")])
     # The table of routes names functions and types in strings, as their modules are imported at the first request.
     constants = (node.value for node in ast.walk(ast.parse(ROUTES.read_text())) if isinstance(node, ast.Constant))

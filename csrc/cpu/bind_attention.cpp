@@ -120,6 +120,10 @@ void bind_attention(nb::module_& m) {
   m.def("copy_blocks", &copy_blocks, "arrays"_a, "pairs"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>());
   m.def("swap_blocks", &swap_blocks, "sources"_a, "targets"_a, "pairs"_a, "bytes"_a,
         nb::call_guard<nb::gil_scoped_release>());
+  m.def("read_blocks", &read_blocks, "arrays"_a, "sizes"_a, "blocks"_a, "rows"_a,
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("write_blocks", &write_blocks, "arrays"_a, "sizes"_a, "blocks"_a, "rows"_a,
+        nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace octavo

@@ -47,6 +47,32 @@ void copy_entangled(uintptr_t array, const BlockPairs& pairs, int64_t bytes) {
 // Copying 16 bytes costs about as much as one unit of work.
 int64_t work_of(int64_t bytes) { return bytes / 16 + 1; }
 
+// Calls copy(place in a cache array, place in a row, bytes) for each block in each array.
+template <typename Copy>
+void for_rows(const std::vector<uintptr_t>& arrays, const std::vector<int64_t>& sizes,
+              const std::vector<int64_t>& blocks, uintptr_t rows, const Copy& copy) {
+  const int64_t count = static_cast<int64_t>(arrays.size());
+  if (sizes.size() != arrays.size())
+    throw std::invalid_argument("as many sizes as arrays are needed, not " + std::to_string(sizes.size()) + " and " +
+                                std::to_string(count));
+  std::vector<int64_t> offsets(arrays.size() + 1, 0);
+  for (int64_t i = 0; i < count; ++i) {
+    if (sizes[i] < 0) throw std::invalid_argument("a block has at least 0 bytes, not " + std::to_string(sizes[i]));
+    offsets[i + 1] = offsets[i] + sizes[i];
+  }
+  for (const int64_t block : blocks)
+    if (block < 0) throw std::invalid_argument("there is no block " + std::to_string(block));
+  const int64_t row = offsets[count];
+  if (count == 0) return;
+  for_row_ranges(static_cast<int64_t>(blocks.size()) * count, work_of(row / count), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t array = i % count;
+      copy(block(arrays[array], blocks[i / count], sizes[array]), block(rows, i / count, row) + offsets[array],
+           static_cast<size_t>(sizes[array]));
+    }
+  });
+}
+
 }  // namespace
 
 void copy_blocks(const std::vector<uintptr_t>& arrays, const BlockPairs& pairs, int64_t bytes) {
@@ -76,6 +102,18 @@ void swap_blocks(const std::vector<uintptr_t>& sources, const std::vector<uintpt
                   static_cast<size_t>(bytes));
     }
   });
+}
+
+void read_blocks(const std::vector<uintptr_t>& arrays, const std::vector<int64_t>& sizes,
+                 const std::vector<int64_t>& blocks, uintptr_t rows) {
+  for_rows(arrays, sizes, blocks, rows,
+           [](const char* in_cache, char* in_row, size_t bytes) { std::memcpy(in_row, in_cache, bytes); });
+}
+
+void write_blocks(const std::vector<uintptr_t>& arrays, const std::vector<int64_t>& sizes,
+                  const std::vector<int64_t>& blocks, uintptr_t rows) {
+  for_rows(arrays, sizes, blocks, rows,
+           [](char* in_cache, const char* in_row, size_t bytes) { std::memcpy(in_cache, in_row, bytes); });
 }
 
 }  // namespace octavo

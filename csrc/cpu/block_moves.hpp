@@ -16,4 +16,11 @@ void copy_blocks(const std::vector<uintptr_t>& arrays, const BlockPairs& pairs, 
 void swap_blocks(const std::vector<uintptr_t>& sources, const std::vector<uintptr_t>& targets, const BlockPairs& pairs,
                  int64_t bytes);
 
+// Copies blocks of all arrays to `rows`, of which each has a block's bytes in the arrays one after the other, and back.
+// `sizes`: bytes of a block in each array.
+void read_blocks(const std::vector<uintptr_t>& arrays, const std::vector<int64_t>& sizes,
+                 const std::vector<int64_t>& blocks, uintptr_t rows);
+void write_blocks(const std::vector<uintptr_t>& arrays, const std::vector<int64_t>& sizes,
+                  const std::vector<int64_t>& blocks, uintptr_t rows);
+
 }  // namespace octavo

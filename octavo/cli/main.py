@@ -46,6 +46,7 @@ COMMANDS = {
     "pull": "download a model, unless it is cached, and print its folder",
     "list": "show the models in the cache",
     "rm": "remove models from the cache",
+    "cache": "show what a KV store holds, or clear it",
     "simulate": "run a workload through the scheduler on a virtual clock, without a model",
     "bench": "measure throughput, latency, kernels, memory use, the scheduler",
     "completion": "print a script that completes commands and flags in bash, zsh or fish",

@@ -15,7 +15,16 @@ from rich.text import Text
 
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser
 from octavo.core.errors import ConfigError
-from octavo.core.stats import BlockMap, BlockState, Change, EngineEvent, EngineView, GroupRow, StepRecord
+from octavo.core.stats import (
+    BlockMap,
+    BlockState,
+    Change,
+    EngineEvent,
+    EngineView,
+    GroupRow,
+    StepRecord,
+    StoreTierStats,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -157,6 +166,7 @@ def render(event: EngineEvent, history: StepHistory, width: int) -> RenderableTy
         parts += [_sparks("tokens ", [s.prefill_tokens + s.decode_tokens for s in steps], width)]
         parts += [_sparks("ms     ", [1e3 * s.seconds for s in steps], width), _queues(view, width)]
         parts += [Text(_adapters(view))] if view.adapters else []
+        parts += [Text(_store(tier), style="red" if tier.trouble else "") for tier in _tiers(view)]
         changes = history.changes.get(view.replica, ())
         parts += [Text(_words(change, ids, width), style="dim") for change, ids in changes]
     return Group(*(parts or [Text("no engine core answers")]))
@@ -228,8 +238,9 @@ def _queues(view: EngineView, width: int) -> RenderableType:
         table.add_column(title, justify="left" if title in ("state", "preempted") else "right")
     for row in view.groups[:_GROUPS]:
         name = _name(row.group_id, view.request_ids, width) + (f" x {row.num_seqs}" if row.num_seqs > 1 else "")
+        state = "fetching its prefix" if row.is_fetching else row.status
         counts = (str(count) for count in (row.prompt_tokens, row.output_tokens, row.computed_tokens))
-        table.add_row(name, row.status, *counts, f"{row.age:.1f} s", _preempted(row, view.request_ids, width))
+        table.add_row(name, state, *counts, f"{row.age:.1f} s", _preempted(row, view.request_ids, width))
     left = len(view.groups) - _GROUPS
     return Group(table, Text(f"and {left} more", style="dim")) if left > 0 else table
 
@@ -240,6 +251,30 @@ def _adapters(view: EngineView) -> str:
     all_ = view.state.adapters.in_slots if view.state.adapters is not None else len(view.adapters)
     more = f" and {all_ - len(shown)} more" if all_ > len(shown) else ""
     return f"adapters: {', '.join(words)}{more}"
+
+
+def _tiers(view: EngineView) -> list[StoreTierStats]:
+    return view.state.stores.tiers if view.state.stores is not None else []
+
+
+def _store(tier: StoreTierStats) -> str:
+    """What a tier of the KV stores holds, what was found in it, and how fast it is."""
+    words = [f"{tier.found} of {tier.asked} blocks found", f"{tier.written} written"]
+    bound = f" of {_bytes(tier.max_bytes)}" if tier.max_bytes else ""
+    words.insert(0, f"{_bytes(tier.held_bytes)}{bound} held")
+    if tier.read_seconds:
+        words.append(f"reads {_bytes(tier.bytes_read / tier.read_seconds)}/s")
+    counts = {"dropped": tier.dropped, "evicted": tier.evicted, "damaged": tier.damaged, "failed calls": tier.errors}
+    words += [f"{count} {name}" for name, count in counts.items() if count]
+    return f"{tier.tier}: {', '.join(words)}" + (f"; does not work: {tier.trouble}" if tier.trouble else "")
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"
 
 
 def _preempted(row: GroupRow, ids: dict[int, str], width: int) -> str:
@@ -253,4 +288,5 @@ def _preempted(row: GroupRow, ids: dict[int, str], width: int) -> str:
 def _words(change: Change, ids: dict[int, str], width: int) -> str:
     group = "" if change.group_id < 0 else f" of request {_name(change.group_id, ids, width)}"
     cost = f", cost {change.cost}" if change.cost else ""
-    return f"step {change.step}: {change.kind}{group} {' '.join(map(str, change.blocks[:8]))}{cost}"
+    kind = f"{change.kind} ({change.why})" if change.why else change.kind
+    return f"step {change.step}: {kind}{group} {' '.join(map(str, change.blocks[:8]))}{cost}"

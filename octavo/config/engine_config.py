@@ -98,7 +98,7 @@ class EngineConfig(
 
     def for_encoder_decoder(self, device: str, context_length: int) -> Self:
         """``with_token_budget`` for an encoder-decoder model; raises ConfigError for unsupported options."""
-        names = ("shared_prefix", "enable_lora", "enable_prompt_adapter", "host_prefix_cache")
+        names = ("shared_prefix", "enable_lora", "enable_prompt_adapter", "host_prefix_cache", "kv_disk", "kv_store")
         refused = {name: getattr(self, name) for name in names}
         if self.speculative_config is not None and self.speculative_config.drafts_on_workers:
             refused[f"speculative_config with method {self.speculative_config.method!r}"] = True
@@ -148,7 +148,7 @@ class EngineConfig(
 
     def for_encoder(self, device: str) -> Self:
         """``with_token_budget`` for an encoder, without a KV cache; raises ConfigError for unsupported options."""
-        for name in ("speculative_config", "shared_prefix", "enable_prompt_adapter"):
+        for name in ("speculative_config", "shared_prefix", "enable_prompt_adapter", "kv_disk", "kv_store"):
             if getattr(self, name, None):
                 raise ConfigError(f"{name} is for models that generate text: leave it out")
         if (budget := self.max_num_batched_tokens) is None:
@@ -204,6 +204,9 @@ IDLE_OPTIONS = (
         "data_parallel_size is 1, and all requests go to the one replica",
     ),
     IdleOption(
+        ("kv_disk_bytes",), lambda o, _: o.kv_disk is None, "without kv_disk there is no store on disk",
+    ),
+    IdleOption(
         ("max_loras", "max_lora_rank", "max_cpu_loras"), lambda o, _: not o.enable_lora,
         "without enable_lora the engine has no LoRA adapters",
     ),
@@ -243,6 +246,10 @@ IDLE_OPTIONS = (
         ("state_checkpoint_tokens",),
         lambda o, _: not o.enable_prefix_caching and o.state_checkpoint_tokens != o.block_size,
         "without enable_prefix_caching no state is found again",
+    ),
+    IdleOption(
+        ("cache_hold_share",), lambda o, _: not o.enable_prefix_caching,
+        "without enable_prefix_caching there is nothing to hold",
     ),
     IdleOption(
         ("jump_forward",), lambda o, device: o.pipeline_parallel_size == 1 and o.plans_ahead(device),

@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    field_serializer,
     field_validator,
     model_validator,
 )
@@ -87,6 +88,15 @@ GraphCapture = Annotated[
 ]
 
 Quantization = Literal["auto", "none", "int8", "int4", "fp8", "gguf", "gptq", "awq", "compressed-tensors", "mxfp4"]
+
+
+def store_location(url: str) -> str:
+    """A ``kv_store`` without user, password and parameters; of a URL whose parts cannot be told, the scheme alone."""
+    scheme, _, rest = url.partition("://")
+    place = rest.partition("?")[0]
+    if "@" not in place and "@" in rest:
+        place = ""
+    return f"{scheme}://{place.rpartition('@')[2]}"
 
 
 def _one_or_more(value: object) -> object:
@@ -234,12 +244,35 @@ class CacheOptions(OptionPart):
     host_prefix_cache: bool = Field(
         False, description="Move evicted prefix cache blocks to free swap space, and back when they are hit."
     )
+    cache_hold_share: float = Field(
+        0.5, ge=0, le=1,
+        description="Share of the KV cache blocks that the prefix cache holds longest for callers who ask for it "
+        "(cache_control, prompt_cache_key, /v1/cache/pin); one client has half of it. Running requests take held "
+        "blocks, too, after all others. 0: hints have no effect.",
+    )  # fmt: skip
+    kv_disk: str | None = Field(
+        None,
+        description="Folder of a store of KV cache blocks on local disk: prompts find their prefixes after a restart, "
+        "and engines of this machine with the same model share it. Its files are as confidential as the prompts.",
+    )
+    kv_disk_bytes: ByteSize = Field(ByteSize(20 << 30), ge=1 << 20, description="Most bytes of kv_disk.")
+    kv_store: str | None = Field(
+        None,
+        description="Store of KV cache blocks that machines share: redis://HOST:PORT/0, or rediss:// for TLS, of Redis "
+        "or Valkey. Needs the extra store.",
+        repr=False,
+    )
     shared_prefix: Annotated[list[str] | None, BeforeValidator(_one_or_more)] = Field(
         None,
         description="File with the text of a prefix of many prompts, such as a system prompt as the chat template "
         "renders it. Its blocks are computed at start and pinned in the prefix cache. Repeat the flag, or give a list, "
         "for several.",
     )
+
+    @field_serializer("kv_store", when_used="json")
+    def _without_password(self, url: str | None) -> str | None:
+        """For reports and step dumps."""
+        return None if url is None else store_location(url)
 
     @property
     def has_swap_space(self) -> bool:
@@ -248,12 +281,20 @@ class CacheOptions(OptionPart):
             return self.num_host_blocks_override > 0
         return self.swap_space is None or self.swap_space > 0
 
+    @property
+    def has_stores(self) -> bool:
+        """Whether KV stores keep blocks outside the engine."""
+        return self.kv_disk is not None or self.kv_store is not None
+
     @model_validator(mode="after")
     def _caches_have_a_source_and_a_place(self) -> Self:
         if self.shared_prefix and not self.enable_prefix_caching:
             raise ValueError(
                 f"shared_prefix ({', '.join(self.shared_prefix)}) needs enable_prefix_caching, which is off"
             )
+        for name in ("kv_disk", "kv_store"):
+            if getattr(self, name) is not None and not self.enable_prefix_caching:
+                raise ValueError(f"{name} needs enable_prefix_caching, which is off")
         if self.host_prefix_cache and not self.enable_prefix_caching:
             raise ValueError("host_prefix_cache needs enable_prefix_caching: it holds the blocks that this one caches")
         if self.host_prefix_cache and not self.has_swap_space:

@@ -27,6 +27,7 @@ RESERVED_VARIABLES = {
     "OCTAVO_CONFIG": "Default path of the configuration file.",
     "OCTAVO_CACHE": "Folder of downloaded and converted models.",
     "OCTAVO_API_KEYS": "API keys of octavo serve, separated by commas.",
+    "OCTAVO_KV_STORE_PASSWORD": "Password of kv_store, if neither its URL nor a password_file has it.",
     "OCTAVO_DEBUG": "1 shows tracebacks of errors.",
     "OCTAVO_LOG_LEVEL": "Log level of commands, and option log_level of a server.",
     "OCTAVO_CPU_ISA": "Instruction sets of the CPU kernels: FLOATS+INTEGERS, as in avx512+avx512_vnni, or one name.",

@@ -41,6 +41,8 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0
+    #: Prompt tokens that are held for later requests, as this one asked (``CacheHints``).
+    num_held_tokens: int = 0
     num_preemptions: int = 0
     #: Of them, preemptions that moved blocks to host memory; the others recompute.
     num_preemptions_by_swap: int = 0

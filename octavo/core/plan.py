@@ -12,6 +12,7 @@ import msgspec
 
 from octavo.core.failures import SequenceFailure
 from octavo.core.request import AdmissionStats, AnyTask, BeamUpdate, DraftStats, Feature, Hypothesis, Preparation
+from octavo.core.stats import StoreTierStats
 
 
 class NewContext(msgspec.Struct, array_like=True):
@@ -66,6 +67,14 @@ class TableChange(msgspec.Struct, array_like=True, gc=False):
     group: int = 0
 
 
+class Fetch(msgspec.Struct, array_like=True, gc=False):
+    """Blocks to read from the KV stores in the background; they stay in the worker's memory until they are dropped."""
+
+    fetch_id: int
+    #: (KV group, digest of the content), in the order in which they are of use.
+    blocks: list[tuple[int, bytes]]
+
+
 class StepPlan(msgspec.Struct):
     """What every worker does in one step, in the order of the fields.
 
@@ -76,10 +85,19 @@ class StepPlan(msgspec.Struct):
     step: int
     #: Sequences and contexts to drop: finished, aborted, preempted.
     forget: list[int] = []
+    #: (device block, digest of its content): to be written to the KV stores in the background. Their bytes are read
+    #: before any block moves, and were computed by steps whose results are known.
+    blocks_to_store: list[tuple[int, bytes]] = []
     #: (device block, host block).
     blocks_to_swap_out: list[tuple[int, int]] = []
     #: (host block, device block).
     blocks_to_swap_in: list[tuple[int, int]] = []
+    #: Fetches to begin. A result reports each one once (``StepResult.fetched``), unless a plan has dropped it.
+    fetch: list[Fetch] = []
+    #: (fetch id, index of its block, device block): fetched blocks to write to the device, beside the swaps in.
+    blocks_fetched: list[tuple[int, int, int]] = []
+    #: Ids of fetches to drop, begun, reported or unknown, after their blocks are written.
+    drop_fetches: list[int] = []
     #: (source, target), both on the device; a source may have several targets.
     blocks_to_copy: list[tuple[int, int]] = []
     #: Keys of resources to drop, with their slots; also of failed preparations, as some workers may have them.
@@ -89,7 +107,8 @@ class StepPlan(msgspec.Struct):
     prepare: list[Preparation] = []
     #: (slot, key): prepared resources to put into a slot of their kind.
     place: list[tuple[int, str]] = []
-    #: Whether the step is empty until something is prepared or fails: it waits for that, or for some milliseconds.
+    #: Whether the step is empty until something is prepared, fetched or fails: it waits for that, or for some
+    #: milliseconds.
     awaits_prepared: bool = False
     contexts: list[NewContext] = []
     new: list[NewSequence] = []
@@ -169,6 +188,12 @@ class StepResult(msgspec.Struct):
     prepared: list[str] = []
     #: By key: why a preparation failed, which ends the waiting requests.
     prepare_errors: dict[str, SequenceFailure] = {}
+    #: By id: how many leading blocks of a fetch every worker has.
+    fetched: dict[int, int] = {}
+    #: (blocks, seconds) of fetches that ended since the last result, which tell what a fetched block costs.
+    fetch_times: list[tuple[int, float]] = []
+    #: The KV stores of the first worker, from time to time: by tier.
+    stores: list[StoreTierStats] = []
     #: Digest of this rank's sampled tokens since the last comparison of ranks; empty between comparisons.
     sampled_digest: bytes = b""
     #: Seconds of the step to fill slots and to wait for preparations.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, TypedDict
 
 import msgspec
 
+from octavo.core.cache_hints import CacheHints
 from octavo.core.errors import AdapterError, InvalidRequestError
 from octavo.core.foreign import ForeignKeywords, check_foreign
 from octavo.core.garbage import exclude_from_gc
@@ -178,6 +179,8 @@ class AdmissionStats(msgspec.Struct, array_like=True):
     num_recomputed_tokens: int = 0
     num_swaps: int = 0
     num_swapped_blocks: int = 0
+    #: Prompt tokens whose blocks are held for later requests, as its ``CacheHints`` ask.
+    num_held_tokens: int = 0
 
 
 class DraftStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -296,6 +299,8 @@ class RequestOptions(
     client: str = ""
     #: Of a shared prefix, which samples nothing: the name under which its computed blocks are pinned.
     pin_as: str | None = None
+    #: What is known of later requests with the same prefix.
+    cache_hints: CacheHints | None = None
 
     def __post_init__(self) -> None:
         check_number("priority", self.priority, -math.inf, math.inf)
@@ -322,7 +327,7 @@ class RequestOptions(
 
 DEFAULT_OPTIONS = RequestOptions()
 #: Fields for the engine's own front ends only.
-_INTERNAL = {"pin_as", "reasoning", "timestamps", "alignment_heads"}
+_INTERNAL = {"pin_as", "cache_hints", "reasoning", "timestamps", "alignment_heads"}
 #: Keywords of users: fields of ``RequestOptions``, and ``prompt_adapter_request`` for ``lora_request``.
 KEYWORDS = {*RequestOptions.__struct_fields__, "prompt_adapter_request"} - _INTERNAL
 

@@ -93,6 +93,73 @@ ADMISSIONS = Family(
 )  # fmt: skip
 
 
+STORE_BLOCKS = Family(
+    "kv_store_blocks", "counter",
+    "Blocks of the KV stores, by tier and event: asked (looked for), found, written, dropped (not written as writes "
+    "were behind), evicted, damaged (unusable, removed).", ("tier", "event"),
+)  # fmt: skip
+STORE_PROMPTS = Family(
+    "kv_store_prompts", "counter",
+    "Prompts whose rest was looked for in the KV stores, or computed as that was expected to be faster.", ("choice",),
+)  # fmt: skip
+STORE_BYTES = Family("kv_store_bytes", "counter", "Bytes read from the KV stores and written.", ("tier", "direction"))
+STORE_SECONDS = Family(
+    "kv_store_seconds", "counter", "Time of reading from the KV stores and of writing, beside the steps.",
+    ("tier", "direction"),
+)  # fmt: skip
+STORE_SIZE = Family(
+    "kv_store_size_bytes", "gauge", "What the KV stores hold of all engines, and their bounds; 0: unknown.",
+    ("tier", "size"),
+)  # fmt: skip
+STORE_CALLS = Family("kv_store_calls", "counter", "Calls of the KV stores that failed.", ("tier", "result"))
+STORE_UP = Family("kv_store_up", "gauge", "1 if a tier of the KV stores works, else 0.", ("tier",))
+
+
+class StoreTierStats(msgspec.Struct, array_like=True):
+    """One tier of the KV stores: totals of its worker since the start, and what it holds now."""
+
+    #: "disk" or "shared".
+    tier: str
+    asked: Annotated[int, series(STORE_BLOCKS, "asked")] = 0
+    found: Annotated[int, series(STORE_BLOCKS, "found")] = 0
+    written: Annotated[int, series(STORE_BLOCKS, "written")] = 0
+    dropped: Annotated[int, series(STORE_BLOCKS, "dropped")] = 0
+    evicted: Annotated[int, series(STORE_BLOCKS, "evicted")] = 0
+    damaged: Annotated[int, series(STORE_BLOCKS, "damaged")] = 0
+    bytes_read: Annotated[int, series(STORE_BYTES, "read")] = 0
+    bytes_written: Annotated[int, series(STORE_BYTES, "written")] = 0
+    read_seconds: Annotated[float, series(STORE_SECONDS, "read")] = 0.0
+    write_seconds: Annotated[float, series(STORE_SECONDS, "written")] = 0.0
+    #: What all engines have stored, and the bound; 0: unknown.
+    held_bytes: Annotated[int, series(STORE_SIZE, "held")] = 0
+    max_bytes: Annotated[int, series(STORE_SIZE, "max")] = 0
+    #: Calls that failed, and why the tier does not work now; empty: it does.
+    errors: Annotated[int, series(STORE_CALLS, "failed")] = 0
+    trouble: str = ""
+
+
+class StoreStats(msgspec.Struct, array_like=True):
+    """What the scheduler asks of the KV stores: totals since the start, and numbers now."""
+
+    fetches: Annotated[int, series(STORE_PROMPTS, "fetched")] = 0
+    computed: Annotated[int, series(STORE_PROMPTS, "computed")] = 0
+    timeouts: Annotated[
+        int, total("kv_store_timeouts", "Times that prompts were computed as no block came from the KV stores.")
+    ] = 0
+    waiting: Annotated[int, gauge("kv_store_waiting_requests", "Requests that wait for blocks of the KV stores.")] = 0
+    fetched_tokens: Annotated[int, total("kv_store_fetched_tokens", "Prompt tokens found in the KV stores.")] = 0
+    stored_blocks: Annotated[int, total("kv_store_stored_blocks", "Blocks passed to the KV stores.")] = 0
+    lost_blocks: Annotated[
+        int, total("kv_store_lost_blocks", "Blocks evicted before they were passed to the KV stores.")
+    ] = 0
+    #: Blocks that wait to be passed to the stores.
+    queued_blocks: Annotated[int, gauge("kv_store_queued_blocks", "Blocks to be passed to the KV stores.")] = 0
+    #: As the first worker has last reported.
+    tiers: list[StoreTierStats] = []
+    #: Observed time to fetch a token, as a share of that to compute it, at most 1; None: unknown.
+    fetch_share: float | None = None
+
+
 class GroupState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Blocks of one KV group now; see ``SchedulerState``."""
 
@@ -145,6 +212,25 @@ class AdapterStats(msgspec.Struct, array_like=True, gc=False):
     longest_seconds: Annotated[
         float, gauge("adapter_longest_stall_seconds", "The longest of these times in one step.")
     ] = 0.0
+
+
+HOLDINGS = Family(
+    "prefix_cache_holdings_ended", "counter",
+    "Prefixes that the prefix cache no longer holds for a client: their time had come (expired), an operator released "
+    "them, or others took their share (displaced).", ("cause",),
+)  # fmt: skip
+
+
+class RetentionStats(msgspec.Struct, array_like=True, gc=False):
+    """Prefixes that callers asked to keep: numbers now, and totals since the start."""
+
+    held_blocks: Annotated[
+        int, gauge("kv_cache_held_blocks", "Blocks, used or cached, that are evicted after all others.")
+    ] = 0
+    holdings: Annotated[int, gauge("prefix_cache_holdings", "Prefixes that are held.")] = 0
+    expired: Annotated[int, series(HOLDINGS, "expired")] = 0
+    released: Annotated[int, series(HOLDINGS, "released")] = 0
+    displaced: Annotated[int, series(HOLDINGS, "displaced")] = 0
 
 
 class GrammarStats(msgspec.Struct):
@@ -217,6 +303,9 @@ class SchedulerState(msgspec.Struct, gc=False):
     groups: list[GroupState] = []
     adapters: AdapterStats | None = None
     speculation: SpeculationStats | None = None
+    #: None: nobody asked for any.
+    retention: RetentionStats | None = None
+    stores: StoreStats | None = None
 
     @property
     def kv_cache_usage(self) -> float:
@@ -267,6 +356,13 @@ def sum_stats(replicas: list[SchedulerStats]) -> SchedulerStats:
     if adapters:
         total.adapters = _sum(adapters)
         total.adapters.longest_seconds = max(replica.longest_seconds for replica in adapters)
+    stores = [replica.stores for replica in replicas if replica.stores is not None]
+    if stores:
+        total.stores = _sum(stores)
+        total.stores.tiers = [tier for replica in stores for tier in replica.tiers]
+    retention = [replica.retention for replica in replicas if replica.retention is not None]
+    if retention:
+        total.retention = _sum(retention)
     speculation = [replica.speculation for replica in replicas if replica.speculation is not None]
     if speculation:
         total.speculation = _sum(speculation)
@@ -282,6 +378,8 @@ def ended_stats(stats: SchedulerStats) -> SchedulerStats:
     ended.groups = [GroupState(group.window, 0, 0, 0, 0, 0, group.has_states) for group in stats.groups]
     if stats.adapters is not None:
         ended.adapters = msgspec.structs.replace(stats.adapters, in_slots=0, in_host=0, loading=0)
+    if stats.retention is not None:
+        ended.retention = msgspec.structs.replace(stats.retention, held_blocks=0, holdings=0)
     return ended
 
 
@@ -328,7 +426,7 @@ class Gauge(Metric):
 def metrics_of(stats: SchedulerStats) -> list[Metric]:
     return [
         (Gauge if declared.family.kind == "gauge" else Counter)(f"octavo_{declared.name}", value, declared.text)
-        for part in (stats, stats.speculation)
+        for part in (stats, stats.speculation, stats.stores)
         if part is not None
         for name, declared in statistics(type(part)).items()
         if isinstance(value := getattr(part, name), int)
@@ -420,6 +518,8 @@ class GroupRow(msgspec.Struct, array_like=True, gc=False):
     swapped_blocks: int
     #: The group that it was last preempted for; None: running groups lacked blocks, or it never was preempted.
     preempted_for: int | None
+    #: Whether it waits for its prefix from the KV stores.
+    is_fetching: bool = False
 
 
 class StepRecord(msgspec.Struct, array_like=True, gc=False):
@@ -456,6 +556,10 @@ class Change(msgspec.Struct, array_like=True, gc=False):
     cost: int = 0
     #: Of a preemption, as in ``GroupRow``.
     preempted_for: int | None = None
+    #: Of an eviction: "room", the least recently used blocks made room for others; "ended", nobody asked to keep them
+    #: any more; "held", all other blocks are in use. "disk" or "shared": how many blocks a KV store has evicted to keep
+    #: its bound (``cost``). Of a swap in, "store": the blocks came from a KV store.
+    why: str = ""
 
 
 class AdapterSlot(msgspec.Struct, array_like=True, gc=False):

@@ -6,6 +6,7 @@ the model and owns its KV cache blocks; ``ViewRecorder`` shows its state to thos
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import operator
@@ -50,6 +51,7 @@ from octavo.loader.resolve import resolve_model
 from octavo.loader.weights import read_config
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_map import block_maps
+from octavo.memory.stored import StoreLimits
 from octavo.models.config_files import read_model_config
 from octavo.models.network import build_without_weights, num_parameters
 from octavo.process.startup import StartupFacts
@@ -74,6 +76,8 @@ T = TypeVar("T")
 SLEEPING_PARTS = ("weights", "kv_cache")
 #: Seconds after a view in which changes are recorded for the next one.
 _WATCH_SECONDS = 5.0
+#: Seconds in which the last blocks are passed to the KV stores before sleep and shutdown, and between two tries.
+_LAST_WRITES, _WRITE_PAUSE = 1.0, 0.01
 #: Most device blocks that a change names.
 _MAX_BLOCKS = 64
 #: The fields of ``StepStats`` that are those of ``SchedulerState``, in their order.
@@ -126,6 +130,23 @@ class StepLoop:
     def has_work(self) -> bool:
         """Whether a request is unfinished, or its end not yet reported."""
         return self.scheduler.has_work or self._isolation.is_active or bool(self._late)
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether no request is unfinished, and ``step`` would pass cached blocks to the KV stores."""
+        return self.scheduler.has_writes and not self.has_work
+
+    def write_step(self) -> None:
+        """A step of that kind."""
+        self._report_later(self.step())
+
+    def write_rest(self, seconds: float) -> None:
+        """Steps of that kind until the stores have all, for ``seconds`` at most."""
+        end, before = time.perf_counter() + seconds, None
+        while self.has_writes and time.perf_counter() < end:
+            self.write_step()
+            if before == (before := self.scheduler.counts().stores):
+                time.sleep(_WRITE_PAUSE)  # the stores are behind
 
     def add(self, request: EngineCoreRequest) -> None:
         """Queues a request; if the scheduler raises at it, the request ends with an error."""
@@ -473,7 +494,8 @@ class EngineCore(StepLoop):
             for count, host_count, group in zip(counts, host_counts, groups, strict=True)
         ]
         executor.collective_rpc("make_cache", [counts, host_counts, self.max_model_len])
-        self.blocks = BlockManager(sizes, options.block_size, **block_settings(options))
+        stores = StoreLimits() if options.has_stores else None
+        self.blocks = BlockManager(sizes, options.block_size, stores=stores, **block_settings(options))
         scheduler = self._new_scheduler(executor, sizes, Preparations(limits_of(options)))
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
         checkpoint = self.model_config.quantization
@@ -563,9 +585,10 @@ class EngineCore(StepLoop):
             )
         if self.has_work:
             raise EngineStateError("requests are unfinished: let them end or abort them before sleep()")
+        self.write_rest(_LAST_WRITES)
         logger.info("sleeping at level %d: %.2f GiB of memory freed", level, self.executor.sleep(level) / (1 << 30))
         self.blocks.pinned.clear()
-        self.blocks.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
         self.is_sleeping = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
@@ -581,7 +604,11 @@ class EngineCore(StepLoop):
         return not self._end_workers.alive
 
     def shutdown(self) -> None:
-        """Ends the workers; also done when the core is garbage collected."""
+        """Ends the workers, after blocks for the KV stores; they also end when the core is garbage collected."""
+        if self._end_workers.alive and not self.is_sleeping:
+            with contextlib.suppress(Exception):  # such as a lost worker
+                self.executor.check_health()
+                self.write_rest(_LAST_WRITES)
         self._end_workers()
 
 
@@ -593,7 +620,7 @@ OPERATIONS: dict[str, Callable[[EngineCore], Callable[..., Any]]] = {
     "wake_up": lambda core: core.wake_up,
     "pin_adapter": lambda core: core.pin_adapter,
     "unpin_adapter": lambda core: core.scheduler.preparations.unpin,
-    "unpin_prefix": lambda core: core.blocks.pinned.remove,
+    "unpin_prefix": lambda core: core.blocks.release_prefix,
     "collective_rpc": lambda core: core.executor.collective_rpc,
 }
 
@@ -606,6 +633,7 @@ def block_settings(options: EngineConfig) -> dict[str, Any]:
         "watermark": options.watermark,
         "prefix_caching": options.enable_prefix_caching,
         "host_cache": options.host_prefix_cache,
+        "hold_share": options.cache_hold_share,
     }
 
 
@@ -667,6 +695,8 @@ class ViewRecorder:
         self._num_changes = self._preempted = 0
         #: Blocks that each KV group had evicted at the last plan.
         self._evicted = self._num_evicted()
+        #: By tier: blocks that the KV stores had evicted at the last plan.
+        self._evicted_by_store: dict[str, int] = {}
         #: By group: its preemptions at the last plan.
         self._seen: dict[int, int] = {}
         self._last_view = -_WATCH_SECONDS
@@ -696,14 +726,29 @@ class ViewRecorder:
         evicted = self._num_evicted()
         if evicted != self._evicted:
             for group, now, before in zip(self._scheduler.blocks.groups, evicted, self._evicted, strict=True):
-                if now > before:
-                    self._add(Change("evict", step, NOBODY, list(group.cache.last_evicted)[before - now :]))
+                last = list(group.cache.last_evicted)[before - now :] if now > before else []
+                for why, ones in itertools.groupby(last, key=operator.itemgetter(1)):
+                    self._add(Change("evict", step, NOBODY, [block for block, _ in ones], why=why))
             self._evicted = evicted
+        self._add_stored(plan)
         counts = self._scheduler.counts()
         preempted = counts.preemptions_by_recompute + counts.preemptions_by_swap
         if preempted != self._preempted:
             self._preempted = preempted
             self._add_preemptions(step)
+
+    def _add_stored(self, plan: StepPlan) -> None:
+        """What came from the KV stores, and what these have evicted, as far as they have reported it."""
+        if self._scheduler.fetches is None:
+            return
+        if plan.blocks_fetched:
+            blocks = [block for _, _, block in plan.blocks_fetched[:_MAX_BLOCKS]]
+            self._add(Change("swap_in", plan.step, NOBODY, blocks, why="store"))
+        for tier in self._scheduler.fetches.stats.tiers:
+            before = self._evicted_by_store.get(tier.tier, tier.evicted)
+            if tier.evicted > before:
+                self._add(Change("evict", plan.step, NOBODY, cost=tier.evicted - before, why=tier.tier))
+            self._evicted_by_store[tier.tier] = tier.evicted
 
     def _add(self, change: Change) -> None:
         self._changes.append(change)
@@ -730,6 +775,7 @@ class ViewRecorder:
         if not self.watches:  # earlier changes were not recorded
             self._changes.clear()
             self._num_changes, self._evicted = 0, self._num_evicted()
+            self._evicted_by_store.clear()
             self._seen = {
                 group.group_id: group.totals.num_recomputes + group.totals.num_swaps
                 for group in self._scheduler.queues.groups.values()
@@ -784,6 +830,7 @@ class ViewRecorder:
                     totals.num_swaps,
                     totals.num_swapped_blocks,
                     group.preempted_for,
+                    group.is_held,
                 )
 
 

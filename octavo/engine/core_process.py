@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two health checks of workers in other processes while the core is idle.
 HEALTH_INTERVAL = 1.0
+#: Seconds between two steps without requests, which pass blocks to the KV stores.
+_WRITE_INTERVAL = 0.02
 #: Milliseconds that the process waits, when it ends, for its messages to be received.
 LINGER = 500
 
@@ -104,6 +106,8 @@ class CoreLoop:
                 self._recorder.note(stats)
                 if self._core.observers and not self._recorder.watches:
                     self._core.observers.clear()
+            elif self._core.has_writes:
+                self._core.write_step()
 
     def _view(self, fresh: bool) -> EngineView:
         """The state now; changes are recorded from here on, until nobody has asked for a while."""
@@ -120,10 +124,13 @@ class CoreLoop:
     def _receive_messages(self) -> bool:
         """Handles the messages that have arrived; waits for one if idle. False: shut down."""
         busy = self._has_step
-        if not busy and not self._front_end.wait(0):
-            self._collector.collect()
-        while not busy and not self._front_end.wait(self._health_interval):
-            self._core.executor.check_health()
+        if self._core.has_writes:
+            self._front_end.wait(_WRITE_INTERVAL)
+        elif not busy:
+            if not self._front_end.wait(0):
+                self._collector.collect()
+            while not self._front_end.wait(self._health_interval):
+                self._core.executor.check_health()
         while (message := self._front_end.receive()) is not None:
             match message:
                 case messages.HandOver(call_id, group_ids):  # outputs were sent before the reply, and none follows it

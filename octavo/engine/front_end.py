@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from octavo.config.engine_config import EngineConfig
+from octavo.core.cache_hints import CacheHints
 from octavo.core.errors import ConfigError, InvalidRequestError, WorkerError
 from octavo.core.outputs import PoolingParams, RequestOutput
 from octavo.core.request import DEFAULT_OPTIONS, AdapterRef, LoRARequest, Prompt, RequestOptions, SequenceStatus
@@ -150,18 +151,21 @@ class FrontEnd:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """A pinned prefix: prompts that begin with its tokens reuse its KV cache blocks."""
+    """A pinned or held prefix: prompts that begin with its tokens reuse its KV cache blocks."""
 
     name: str
     token_ids: tuple[int, ...]
     #: KV cache blocks of these tokens; the last one may be partly filled.
     num_blocks: int
+    #: Until when its blocks are held, in seconds of ``time.monotonic()``; None: they are pinned.
+    expires: float | None = None
 
 
 class SharedPrefixes:
     """Owns an engine's shared prefixes by name, even while the engine sleeps (Kwon et al. 2023, section 4.4).
 
-    A prefix is computed as the prompt of a request that samples nothing; the core then pins its blocks.
+    A prefix is computed as the prompt of a request that samples nothing; the core then pins its blocks, or holds them
+    for a time: then running requests may take them (``memory.retention``).
     """
 
     def __init__(self, options: EngineConfig, inputs: InputProcessor) -> None:
@@ -170,10 +174,13 @@ class SharedPrefixes:
         self._by_name: dict[str, SharedPrefix] = {}
 
     def __iter__(self) -> Iterator[SharedPrefix]:
+        now = time.monotonic()
+        for name in [name for name, one in self._by_name.items() if one.expires is not None and one.expires <= now]:
+            del self._by_name[name]
         return iter(list(self._by_name.values()))
 
-    def add(self, prompt: Prompt, name: str | None) -> SharedPrefix:
-        """Checks a prefix and names it, by default ``prefix-1`` and so on."""
+    def add(self, prompt: Prompt, name: str | None, ttl: float | None = None) -> SharedPrefix:
+        """Checks a prefix and names it, by default ``prefix-1`` and so on; ``ttl``: seconds to hold it."""
         if not self._options.enable_prefix_caching:
             raise ConfigError("a shared prefix needs the prefix cache, but enable_prefix_caching is False")
         if name is None:
@@ -182,7 +189,8 @@ class SharedPrefixes:
             raise ConfigError(f"there is a shared prefix {name!r} already; remove it first, or choose another name")
         tokens = self._process(name, prompt).prompt_token_ids
         count = -(-len(tokens) // self._options.block_size)
-        prefix = self._by_name[name] = SharedPrefix(name, tuple(tokens), count)
+        expires = None if ttl is None else time.monotonic() + ttl
+        prefix = self._by_name[name] = SharedPrefix(name, tuple(tokens), count, expires)
         return prefix
 
     def remove(self, name: str) -> None:
@@ -196,7 +204,11 @@ class SharedPrefixes:
             del self._by_name[prefix.name]
 
     def request(self, prefix: SharedPrefix) -> RequestState:
-        return self._process(prefix.name, list(prefix.token_ids), RequestOptions(pin_as=prefix.name))
+        options = RequestOptions(pin_as=prefix.name)
+        if prefix.expires is not None:
+            left = max(prefix.expires - time.monotonic(), 0.001)
+            options = RequestOptions(cache_hints=CacheHints(ttl=left, pin=prefix.name))
+        return self._process(prefix.name, list(prefix.token_ids), options)
 
     def check(self, prefix: SharedPrefix, output: RequestOutput) -> None:
         """Removes a prefix whose request failed, and raises.
@@ -207,7 +219,15 @@ class SharedPrefixes:
         """
         reason, error = output.outputs[0].finish_reason, output.outputs[0].error
         if reason == SequenceStatus.FINISHED_LENGTH.value:
-            return
+            size = self._options.block_size
+            if prefix.expires is None or output.metrics.num_held_tokens >= len(prefix.token_ids) // size * size:
+                return
+            self.discard(prefix)
+            raise ConfigError(
+                f"the {prefix.num_blocks} blocks of prefix {prefix.name!r} and those that are held already are more "
+                f"than cache_hold_share={self._options.cache_hold_share} of the KV cache: release others, raise it, or "
+                "give the KV cache more memory"
+            )
         self.discard(prefix)
         kind = ConfigError if reason == SequenceStatus.FINISHED_IGNORED.value else WorkerError
         raise kind(f"shared prefix {prefix.name!r} cannot be kept: {error or reason}")

@@ -29,6 +29,9 @@ from octavo.engine.step_dumps import dump_failed_steps
 from octavo.loader.resolve import checkpoint_digest
 from octavo.process.interrupts import HeldInterrupts
 
+#: Seconds for which the end of the last request waits until the KV stores have its blocks.
+_WRITE_SECONDS = 0.05
+
 
 def complete(work: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine that never waits, as those of an engine whose core is in this process."""
@@ -161,6 +164,9 @@ class EnginePump(EngineOperations):
             self.lose_core(error)
         else:
             self._process(outputs)
+            if core.has_writes:
+                with contextlib.suppress(EngineDeadError):  # the next step will find it out
+                    core.write_rest(_WRITE_SECONDS)
 
     def lose_core(self, error: EngineDeadError) -> None:
         """Replaces the core after it has lost a worker: open requests go on in the new one, with the same bits.

@@ -250,14 +250,15 @@ class EngineOperations(ABC):
         self._replicas.requests.router.forget_prefixes()
         return True
 
-    async def add_shared_prefix(self, prompt: Prompt, name: str | None = None) -> str:
+    async def add_shared_prefix(self, prompt: Prompt, name: str | None = None, ttl: float | None = None) -> str:
         """Computes the beginning of later prompts and keeps its KV cache blocks until ``remove_shared_prefix``.
 
         >>> name = llm.add_shared_prefix(system_prompt)
         >>> llm.generate(system_prompt + question)[0].metrics.num_cached_tokens
 
         The text is tokenized like the start of a prompt. Requests without a ``cache_salt`` share all of its tokens;
-        their answers stay the same. Returns its name: ``name``, or ``prefix-1`` and so on.
+        their answers stay the same. With ``ttl``, in seconds, the blocks are held until then and not pinned: running
+        requests may take them after all others. Returns its name: ``name``, or ``prefix-1`` and so on.
 
         Raises:
             ConfigError: the prefix cache is off, the name is in use, or too few blocks would be left for a request of
@@ -269,7 +270,7 @@ class EngineOperations(ABC):
         await self.ready()
         prompt = await self._tokenize(prompt)
         self._check_accepts("a shared prefix")
-        prefix = self.front_end.prefixes.add(prompt, name)
+        prefix = self.front_end.prefixes.add(prompt, name, ttl)
         await self._compute_prefix(prefix)
         return prefix.name
 
@@ -288,14 +289,18 @@ class EngineOperations(ABC):
             self._unpin_prefix(prefix.name)
             raise
         if computed is not None:
-            prefixes.check(prefix, computed)
+            try:
+                prefixes.check(prefix, computed)
+            except OctavoError:
+                self._unpin_prefix(prefix.name)
+                raise
 
     def _unpin_prefix(self, name: str) -> None:
         self._replicas.send_all(Call(NO_REPLY, "unpin_prefix", [name]))
 
     async def remove_shared_prefix(self, name: str) -> None:
         """Releases a shared prefix, even while it is computed: its blocks stay in the prefix cache until they are
-        evicted.
+        evicted; held ones are evicted first.
 
         Raises:
             ConfigError: there is none of this name.

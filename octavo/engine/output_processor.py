@@ -108,6 +108,7 @@ class OutputProcessor:
                     request.metrics,
                     first_scheduled_time=admission.first_scheduled_time,
                     num_cached_tokens=max(0, admission.num_cached_tokens - request.num_virtual_tokens),
+                    num_held_tokens=max(0, admission.num_held_tokens - request.num_virtual_tokens),
                     num_preemptions=admission.num_recomputes + admission.num_swaps,
                     num_preemptions_by_swap=admission.num_swaps,
                     num_recomputed_tokens=admission.num_recomputed_tokens,

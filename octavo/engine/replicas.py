@@ -55,6 +55,8 @@ MAX_BLOCKS = 1 << 20
 #: Most blocks of a prompt that the router looks up, so that long prompts do not block the event loop.
 _LONGEST_PREFIX = 2048
 _EXPECTED_TOKENS = 256
+#: Most keys of conversations whose replica is remembered.
+_MAX_KEYS = 1 << 16
 #: Seconds between two checks of a replica that is being drained.
 _POLL = 0.02
 #: The error of a request for one core only, such as that of a shared prefix, when the core ends.
@@ -127,6 +129,8 @@ class Replicas(ABC, Generic[C]):
     async def _receive(self, replica: Replica[C], step: StepDone) -> None:
         replica.num_steps += 1
         self.requests.observe_admissions(replica, step.outputs.admissions)
+        if (stores := step.stats.stores) is not None and stores.fetch_share is not None:
+            self.requests.router.observe_fetches(replica.number, stores.fetch_share)
         if step.stats.replica != replica.number:  # it was in reserve
             step.stats = msgspec.structs.replace(step.stats, replica=replica.number)
         await self.on_step(step)
@@ -501,8 +505,10 @@ class Placement:
             return
         self._waiting.pop(entry.group_id, None)
         group = entry.request.group
+        hints = group.options.cache_hints
+        key = (group.options.client, hints.key) if hints is not None and hints.key else None
         chosen = self.router.choose(
-            group.prompt_token_ids, entry.work, group.cache_context, usable if number is None else [number]
+            group.prompt_token_ids, entry.work, group.cache_context, usable if number is None else [number], key
         )
         entry.replica = replica = self._replicas[chosen]
         replica.open[entry.group_id] = entry
@@ -599,7 +605,9 @@ def _may_take(replica: Replica[Any], entry: OpenRequest) -> bool:
 class Router:
     """Chooses the replica for a request, by its outstanding tokens and by the prefixes that it probably has cached.
 
-    "prefix": the replica with the fewest tokens to compute if it got the request, not counting cached prefixes.
+    "prefix": the replica with the fewest tokens to compute if it got the request, not counting cached prefixes. With KV
+    stores, a prefix that another replica was given is probably in a store: it counts by the share of its computation
+    that fetching it takes, as the replicas observe it (``StoreStats.fetch_share``), and until then like any other.
     "least_loaded": the one with the fewest outstanding tokens. "round_robin": the next one.
     """
 
@@ -612,9 +620,16 @@ class Router:
         self._routing = routing
         self._max_blocks = max_blocks
         self._next = 0
+        #: By the key of a conversation: the replica of its last request; least recently used first.
+        self._homes: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     def choose(
-        self, prompt: list[int], work: int, context: str | bytes = "", among: Sequence[int] | None = None
+        self,
+        prompt: list[int],
+        work: int,
+        context: str | bytes = "",
+        among: Sequence[int] | None = None,
+        key: tuple[str, str] | None = None,
     ) -> int:
         """Chooses a replica and counts the request as given to it.
 
@@ -622,15 +637,19 @@ class Router:
             work: tokens to compute, prompt and expected output.
             context: what its blocks depend on besides their tokens, such as a salt or an adapter.
             among: the replicas that can serve it, at least one; None: all.
+            key: of its conversation, with its client: half of the prompt counts as cached where the last one went.
         """
         usable = range(len(self._replicas)) if among is None else among
         if self._routing == "prefix":
             chain = PrefixChain(context, self._block_size)
             chain.extend(prompt, min(len(prompt) // self._block_size, _LONGEST_PREFIX))
             digests = chain.digests[1:]
-            cost = {
-                i: self._replicas[i].outstanding - self._replicas[i].cached(digests) * self._block_size for i in usable
-            }
+            cached = {i: self._replicas[i].cached(digests) for i in usable}
+            stored = max(cached.values())
+            saved = {i: n + (stored - n) * (1 - self._replicas[i].fetch_share) for i, n in cached.items()}
+            cost = {i: self._replicas[i].outstanding - saved[i] * self._block_size for i in usable}
+            if key is not None and (home := self._homes.get(key)) in cost:
+                cost[home] = min(cost[home], self._replicas[home].outstanding - len(prompt) // 2)
             chosen = min(usable, key=lambda i: (cost[i], (i - self._next) % len(self._replicas)))
             self._replicas[chosen].remember(digests, self._max_blocks)
         elif self._routing == "least_loaded":
@@ -638,6 +657,11 @@ class Router:
             chosen = min(usable, key=lambda i: (self._replicas[i].outstanding, turns[i]))
         else:
             chosen = next((i for i in usable if i >= self._next), usable[0])
+        if key is not None and len(self._replicas) > 1:
+            self._homes[key] = chosen
+            self._homes.move_to_end(key)
+            if len(self._homes) > _MAX_KEYS:
+                self._homes.popitem(last=False)
         self._next = (chosen + 1) % len(self._replicas)
         self._replicas[chosen].outstanding += work
         return chosen
@@ -645,12 +669,18 @@ class Router:
     def release(self, replica: int, work: int) -> None:
         self._replicas[replica].outstanding -= work
 
+    def observe_fetches(self, replica: int, share: float) -> None:
+        """Notes what fetching a token from the KV stores takes of the time to compute it."""
+        self._replicas[replica].fetch_share = share
+
     def forget_prefixes(self) -> None:
+        self._homes.clear()
         for replica in self._replicas:
             replica.blocks.clear()
 
     def restart(self, replica: int) -> None:
         self._replicas[replica] = RoutedReplica()
+        self._homes = OrderedDict((key, home) for key, home in self._homes.items() if home != replica)
 
 
 def router_of(config: EngineConfig) -> Router:
@@ -664,6 +694,8 @@ def router_of(config: EngineConfig) -> Router:
 @dataclass
 class RoutedReplica:
     outstanding: int = 0
+    #: 1: it has no KV stores, or has not fetched yet.
+    fetch_share: float = 1.0
     #: Digests of prompt blocks that it was given, least recently used first.
     blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 

@@ -6,6 +6,7 @@ import codecs
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
@@ -105,6 +106,11 @@ class Tokenizer:
         """
         ids: list[int] = self.backend.encode(_checked(text), add_special_tokens=add_special_tokens).ids
         return ids
+
+    def encode_with_ends(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
+        """``encode``, and for each token the characters of the text up to its end, or up to that of one before it."""
+        [encoding] = self.backend.encode_batch([_checked(text)], add_special_tokens=add_special_tokens)
+        return encoding.ids, [*accumulate((end for _, end in encoding.offsets), max)]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         checked = [_checked(text) for text in texts]
@@ -382,6 +388,9 @@ class NoTokenizer(Tokenizer):
 
     def encode_pair(self, first: str, second: str, max_tokens: int | None = None) -> tuple[list[int], int]:
         return self.encode(first), 0
+
+    def encode_with_ends(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
+        return self.encode(text), []
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text) for text in texts]

@@ -141,17 +141,21 @@ class Executor(ABC):
 class WorkerReports:
     """Combines the workers' reports: a resource is prepared when every worker has it, and fails if any worker fails.
 
-    So no plan places a resource that a slower worker still prepares, or that a worker could not prepare.
+    So no plan places a resource that a slower worker still prepares, or that a worker could not prepare. Likewise a
+    fetch has ended when it has on every worker, with as many blocks as all have, after the slowest one's time.
     """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         #: By key of the resource and rank: an error, or None.
         self._reports: dict[str, dict[int, SequenceFailure | None]] = {}
+        #: By id of the fetch and rank: blocks and seconds.
+        self._fetches: dict[int, dict[int, tuple[int, float]]] = {}
 
     def combine(self, result: StepResult, others: Iterable[tuple[int, StepResult]], rank: int) -> None:
-        """Adds the reports of ``others`` to those of worker ``rank``; ``result`` keeps resources that all report."""
-        for reporter, report in [(rank, result), *others]:
+        """Adds the reports of ``others`` to those of worker ``rank``; ``result`` keeps what all report."""
+        reports = [(rank, result), *others]
+        for reporter, report in reports:
             for key in report.prepared:
                 self._reports.setdefault(key, {})[reporter] = None
             for key, failure in report.prepare_errors.items():
@@ -164,10 +168,25 @@ class WorkerReports:
                 result.prepare_errors[key] = failures[0]
             else:
                 result.prepared.append(key)
+        self._combine_fetches(result, reports)
+
+    def _combine_fetches(self, result: StepResult, reports: list[tuple[int, StepResult]]) -> None:
+        for reporter, report in reports:
+            for (fetch_id, count), (_, seconds) in zip(report.fetched.items(), report.fetch_times, strict=True):
+                self._fetches.setdefault(fetch_id, {})[reporter] = count, seconds
+            if report is not result:
+                result.stores += report.stores  # of the first worker alone
+        result.fetched, result.fetch_times = {}, []
+        for fetch_id in [i for i, those in self._fetches.items() if len(those) == self._world_size]:
+            of_workers = self._fetches[fetch_id].values()
+            result.fetched[fetch_id] = count = min(count for count, _ in of_workers)
+            result.fetch_times.append((count, max(seconds for _, seconds in of_workers)))
+            # Each worker fetches in the order of the ids: no report of an earlier one will follow.
+            self._fetches = {i: those for i, those in self._fetches.items() if i > fetch_id}
 
 
 def reports_of(result: StepResult) -> StepResult | None:
     """The fields of a result that every worker reports; None if all are empty."""
-    names = ("prepared", "prepare_errors", "sampled_digest")
+    names = ("prepared", "prepare_errors", "fetched", "fetch_times", "stores", "sampled_digest")
     fields = {name: value for name in names if (value := getattr(result, name))}
     return StepResult(result.step, **fields) if fields else None

@@ -23,7 +23,7 @@ import msgspec
 
 from octavo.config.engine_config import EngineConfig
 from octavo.config.options import FIRST_STEP_TIMEOUT, ParallelLayout
-from octavo.core.errors import ConfigError, EngineDeadError, EngineKilledError
+from octavo.core.errors import ConfigError, EngineDeadError, EngineKilledError, OctavoError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.plugins import how_to_install
 from octavo.executor.channels import SECRET_BYTES, SLOT_BYTES, SLOTS, Broadcast, accept, connect, link_slots
@@ -237,8 +237,11 @@ class RemoteExecutor(Executor):
                 self._pump(idle, 0.0)
 
     def shutdown(self) -> None:
-        """Closes the connections, so that the workers end; kills those that do not."""
+        """Closes the connections, so that the workers end; kills those that do not. KV stores are flushed before."""
         if self._lost is None:
+            if self._broadcast is not None and self._options.has_stores:
+                with contextlib.suppress(OctavoError, TimeoutError):
+                    self.collective_rpc("close", timeout=END_TIMEOUT + 1.0)
             self._lost = EngineDeadError("the executor was shut down; a new engine must be made")
         if self._broadcast is not None:
             self._broadcast.close()

@@ -56,7 +56,9 @@ class UniprocExecutor(Executor):
         self._alive()
 
     def shutdown(self) -> None:
-        self._worker = None
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
 
     def _alive(self) -> Worker:
         if self._worker is None:
@@ -164,7 +166,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
     def shutdown(self) -> None:
         if self._worker is None:
             return
-        self._worker = None
+        super().shutdown()
         dist = sys.modules.get("torch.distributed")  # imported if the worker has joined a process group
         if dist is not None and dist.is_initialized():
             dist.destroy_process_group()
@@ -191,6 +193,12 @@ def without_clock(options: EngineConfig, *, policy_uses_clock: bool) -> EngineCo
         raise ConfigError(
             "scheduler_delay_factor depends on time, which differs between processes: external_launcher needs 0"
         )
+    for name in ("kv_disk", "kv_store"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                f"{name} depends on time, which differs between processes: external_launcher runs without; let mp or "
+                "ray run the workers"
+            )
     mode = "by_sequences" if options.preemption_mode == "auto" else options.preemption_mode
     drafts = options.speculative_config
     if drafts is not None:

@@ -61,6 +61,9 @@ class Worker:
 
     def call(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls a method of the worker, its runner or its ``CacheSizing``, or a function (also by ``module:name``)."""
+        if self._runner is not None and (callable(method) or ":" in method):
+            name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
+            self._runner.distrust_weights(f"{name} was called on the workers, and may have changed the weights")
         if callable(method):
             return method(self, *args, **kwargs)
         if ":" in method:
@@ -114,6 +117,11 @@ class Worker:
         if self._loaded is None:
             raise EngineStateError(f"worker {self.rank} has no model yet: load_model comes first")
         self._runner = ModelRunner(self._loaded, num_blocks, num_host_blocks, max_model_len)
+
+    def close(self) -> None:
+        """Ends what outlives steps: the KV stores, once blocks that wait are written. No other call follows."""
+        if self._runner is not None and self.options.has_stores:
+            self._runner.close_stores()
 
 
 class WorkerSpec(msgspec.Struct):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 #: may read its ``shape`` and length and take views: by slices, integers and None, and by ``reshape`` without a copy.
 #: No protocol: a backend's operations take its own arrays only, which would narrow their parameters.
 Array: TypeAlias = Any
+#: Waits for a copy that a device may still be doing; may be called from any thread, and repeatedly.
+Wait: TypeAlias = Callable[[], None]
 
 
 class ArrayMaker(ABC):
@@ -89,6 +91,10 @@ class Kernels(ArrayMaker):
     def describe(self) -> str:
         """The backend and its settings, for logs."""
         return self.name
+
+    @abstractmethod
+    def numerics(self) -> str:
+        """The settings, devices and libraries that decide the bits of results; equal text, equal bits."""
 
     @abstractmethod
     def set_threads(self, count: int | None, pin: bool = False) -> None:
@@ -561,6 +567,24 @@ class Kernels(ArrayMaker):
         Both are caches of this backend, with equal shapes and types except for the number of blocks.
         """
 
+    def host_bytes(self, count: int) -> np.ndarray:
+        """Uninitialised host memory, uint8 [count], for ``read_blocks`` and ``write_blocks``; from any thread."""
+        return np.empty(count, np.uint8)
+
+    @abstractmethod
+    def read_blocks(self, caches: list[LayerCache], blocks: list[int], rows: np.ndarray) -> Wait:
+        """Copies the bytes of blocks to host memory: a row has keys, values and scales of all layers, in their order.
+
+        After the work that is queued on the device, and before any later work.
+
+        Args:
+            rows: uint8 [n, bytes of a block in all these layers], contiguous; complete when the result has returned.
+        """
+
+    @abstractmethod
+    def write_blocks(self, caches: list[LayerCache], blocks: list[int], rows: np.ndarray) -> Wait:
+        """The reverse of ``read_blocks``; ``rows`` must not change until the result has returned."""
+
     # Collectives of a tensor-parallel group; a single rank sums nothing.
 
     def join(self, group: Communicator) -> None:
@@ -815,6 +839,23 @@ def check_pairs(pairs: Sequence[tuple[int, int]], sources: int, targets: int) ->
             raise IndexError(
                 f"cannot copy block {source} of {sources} to block {target} of {targets}: index out of range"
             )
+
+
+def check_rows(caches: Sequence[LayerCache], blocks: Sequence[int], rows: np.ndarray, row_bytes: int) -> None:
+    """Raises if a block is in none of the caches (IndexError), or the rows are not those of the blocks (ValueError)."""
+    available = min((len(cache.key) for cache in caches), default=0)
+    for block in blocks:
+        if not 0 <= block < available:
+            raise IndexError(f"block {block} of {available} cannot be read or written: index out of range")
+    if rows.shape != (len(blocks), row_bytes) or rows.dtype != np.uint8 or not rows.flags.c_contiguous:
+        raise ValueError(
+            f"{len(blocks)} blocks need contiguous rows, uint8 {[len(blocks), row_bytes]}, not {rows.dtype} "
+            f"{[*rows.shape]}"
+        )
+
+
+def no_wait() -> None:
+    """The ``Wait`` for a copy that is done."""
 
 
 def _in_layer_order(

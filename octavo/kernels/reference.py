@@ -29,7 +29,10 @@ from octavo.kernels.interface import (
     LowRankEmbedding,
     LowRankPart,
     LowRankShape,
+    Wait,
     check_part,
+    check_rows,
+    no_wait,
     round_part,
 )
 from octavo.kernels.torch_backend import TorchKernels, TorchLogits, TorchWeight, to_torch, torch_dtype
@@ -47,6 +50,10 @@ class ReferenceKernels(TorchKernels):
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
         self.adapters = TorchAdapters()
+
+    def numerics(self) -> str:
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else torch.get_num_threads()
+        return f"reference {torch.__version__} {device}"
 
     def make_sampling_backend(self, vocab_size: int) -> TorchLogits:
         return TorchLogits(vocab_size)
@@ -152,6 +159,27 @@ class ReferenceKernels(TorchKernels):
             target.key.index_copy_(0, written, source.key.index_select(0, read))
             if source.value is not source.key:
                 target.value.index_copy_(0, written, source.value.index_select(0, read))
+
+    def read_blocks(self, caches: list[LayerCache], blocks: list[int], rows: np.ndarray) -> Wait:
+        arrays, numbers = self._rows_of(caches, blocks, rows)
+        if blocks:
+            parts = [array.index_select(0, numbers).flatten(1).view(torch.uint8) for array in arrays]
+            to_torch(rows).copy_(torch.cat(parts, dim=1))
+        return no_wait
+
+    def write_blocks(self, caches: list[LayerCache], blocks: list[int], rows: np.ndarray) -> Wait:
+        arrays, numbers = self._rows_of(caches, blocks, rows)
+        if blocks:
+            parts = to_torch(rows).to(self.device).split([array[0].nbytes for array in arrays], dim=1)
+            for array, part in zip(arrays, parts, strict=True):
+                array.index_copy_(0, numbers, part.contiguous().view(array.dtype).view(-1, *array.shape[1:]))
+        return no_wait
+
+    def _rows_of(self, caches: list[LayerCache], blocks: list[int], rows: np.ndarray) -> tuple[list[Tensor], Tensor]:
+        """The arrays of the caches in order, and the blocks on the device, once all is checked."""
+        arrays = [array for c in caches for array in ((c.key,) if c.value is c.key else (c.key, c.value))]
+        check_rows(caches, blocks, rows, sum(array[0].nbytes for array in arrays))
+        return arrays, torch.tensor(blocks, dtype=torch.int64, device=self.device)
 
 
 def masked_embedding(ids: Tensor, table: Tensor, first: int) -> Tensor:

@@ -11,6 +11,8 @@ from octavo.core.stats import GroupState, sum_groups
 from octavo.memory.block_pool import NO_BLOCK, held_blocks
 from octavo.memory.kv_group import AllocStatus, BlocksNeeded, KVGroup, Moves, Write
 from octavo.memory.prefix_cache import SequencePrefixes
+from octavo.memory.retention import Retention
+from octavo.memory.stored import StoredBlocks, StoreLimits
 
 _NOTHING = BlocksNeeded()
 
@@ -43,6 +45,8 @@ class BlockManager:
         host_cache: bool = False,
         max_num_batched_tokens: int = 0,
         cuts_prompts: bool = True,
+        hold_share: float = 0.5,
+        stores: StoreLimits | None = None,
     ) -> None:
         """Creates the pools.
 
@@ -56,6 +60,8 @@ class BlockManager:
             host_cache: Whether the prefix cache may use host blocks that no swapped sequence needs.
             max_num_batched_tokens: Tokens of all steps in flight, for which windowed groups keep room.
             cuts_prompts: Whether prompts may be computed in chunks of any length (see ``max_chunk``).
+            hold_share: Share of the device blocks that callers may hold (see ``Retention``).
+            stores: Limits of the KV stores behind the prefix cache, if there are any; not with recurrent states.
         """
         sizes = [GroupBlocks(num_blocks, num_host_blocks)] if isinstance(num_blocks, int) else list(num_blocks)
         self.block_size = block_size
@@ -82,6 +88,13 @@ class BlockManager:
         self._cuts_prompts = cuts_prompts
         self.prefixes = SequencePrefixes(self.groups, block_size, enabled=prefix_caching)
         self.pinned = PinnedPrefixes(self.groups, self.prefixes)
+        #: None without KV stores.
+        self.stored: StoredBlocks | None = None
+        if stores is not None and self.prefixes.enabled:
+            if any(group.has_states for group in self.groups):
+                raise ValueError("KV stores keep no recurrent states")
+            self.stored = self.prefixes.stored = StoredBlocks(self.groups, stores)
+        self.retention = Retention(self.groups, block_size, hold_share, enabled=prefix_caching)
 
     def demand(
         self, num_blocks: int, num_seqs: int = 1, seq_ids: Sequence[int] = (), own_blocks: int = 0
@@ -250,6 +263,8 @@ class BlockManager:
     def reset_prefix_cache(self) -> None:
         """Drops all cached content that is not pinned. Sequences that hold blocks now will register none of them."""
         self.prefixes.clear((*self._first.tables, *self._first.on_host.by_id))
+        if self.stored is not None:
+            self.stored.clear()
 
     def clear(self) -> None:
         """Frees the blocks of all sequences, drops moves that no plan has and cached content that is not pinned."""
@@ -259,6 +274,11 @@ class BlockManager:
         self.reset_prefix_cache()
         if (state := self.state).used or state.host_used:  # lost before
             raise RuntimeError(f"{state.used} blocks and {state.host_used} on the host belong to no sequence")
+
+    def release_prefix(self, name: str) -> None:
+        """Unpins a shared prefix, or ends its holding."""
+        self.pinned.remove(name)
+        self.retention.release(name)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens of one sequence."""

@@ -123,16 +123,16 @@ class StateCache(PrefixCache):
         return self._evict_from(self._on_host, self._host)
 
     def _evict_from(self, index: ContentIndex, pool: BlockPool) -> KnownBlock:
-        least: tuple[tuple[bool, int], Checkpoint] | None = None
+        least: tuple[tuple[bool, bool, int], Checkpoint] | None = None
         for block in islice(pool.cached(), _CANDIDATES):
             entry = index.at(block)
             assert isinstance(entry, Checkpoint)
             last = not entry.passed or entry.hits > 1
-            worth = last, entry.used + entry.position - self._position_before(entry)
+            worth = pool.is_held(block), last, entry.used + entry.position - self._position_before(entry)
             if least is None or worth < least[0]:
                 least = worth, entry
         assert least is not None, "no cached block is left"
-        (last, worth_now), entry = least
+        (_, last, worth_now), entry = least
         index.forget(entry.block)
         if last:
             self._clock = max(self._clock, worth_now)

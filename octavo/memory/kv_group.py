@@ -337,7 +337,7 @@ class PendingMoves:
         self._moves = Moves([], [], [])
         #: Pins of device blocks.
         self._pins: dict[int, int] = {}
-        #: By device block that is the target of a move: the source of a copy, None for a swap.
+        #: By device block that is the target of a move: the source of a copy, None for content from elsewhere.
         self._targets: dict[int, int | None] = {}
 
     def pins(self, block: int) -> int:
@@ -366,13 +366,18 @@ class PendingMoves:
         self._pin(target)
         self._targets[target] = source
 
+    def receive(self, block: int) -> None:
+        """The step writes this block, beside the swaps in, with content from elsewhere."""
+        self._pin(block)
+        self._targets[block] = None
+
     def _pin(self, block: int) -> None:
         self._device.share((block,))
         self._pins[block] = self._pins.get(block, 0) + 1
 
     def take(self) -> Moves:
         moves = self._moves
-        if moves.swap_out or moves.swap_in or moves.copy:
+        if moves.swap_out or moves.swap_in or moves.copy or self._pins:
             self._moves = Moves([], [], [])
             self._host.release([host for _, host in moves.swap_out])
             self._host.release([host for host, _ in moves.swap_in])

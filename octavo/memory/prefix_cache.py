@@ -23,6 +23,7 @@ from octavo.memory.block_pool import NO_BLOCK, BlockPool, OutOfBlocksError
 if TYPE_CHECKING:
     from octavo.memory.checkpoints import Checkpoint, StateCache
     from octavo.memory.kv_group import KVGroup, PendingMoves
+    from octavo.memory.stored import StoredBlocks
 
 
 NO_REFERENCES: Mapping[int, int] = MappingProxyType({})
@@ -58,6 +59,8 @@ class SequencePrefixes:
     def __init__(self, groups: Sequence[KVGroup], block_size: int, *, enabled: bool) -> None:
         self._groups, self._block_size = groups, block_size
         self.enabled = enabled and bool(groups)  # an encoder has no KV groups
+        #: Gets the registered blocks, if there are KV stores.
+        self.stored: StoredBlocks | None = None
         #: Whether ``register_end`` adds anything: the model has recurrent states.
         self.keeps_ends = self.enabled and any(group.checkpoints for group in groups)
         self._registrations: dict[int, _Registration] = {}
@@ -151,6 +154,8 @@ class SequencePrefixes:
                     registration.add_checkpoint(group.number, group.checkpoints, block, token_ids, index * size + size)
                 else:
                     group.cache.add(chain, index, block, content)
+                    if self.stored is not None:
+                        self.stored.add(group.number, chain.digests[index + 1])
             registration.count = index + 1
 
     def register_end(
@@ -332,9 +337,13 @@ class PrefixCache:
         #: Cached content on the device; a block that it forgets may be written.
         self.on_device = ContentIndex(device)
         self._on_host = ContentIndex(host)
-        #: Device blocks that have lost their content, and the last of them.
+        #: Device blocks that have lost their content; and the last of them, each with the reason (``Change.why``).
         self.num_evicted = 0
-        self.last_evicted: deque[int] = deque(maxlen=_LAST_EVICTED)
+        #: Gets the blocks that are evicted from the device, with the number of this KV group.
+        self.stored: tuple[StoredBlocks, int] | None = None
+        self.last_evicted: deque[tuple[int, str]] = deque(maxlen=_LAST_EVICTED)
+        #: Device blocks that were held until their time had come or they were released.
+        self._ended: set[int] = set()
 
     def allocate(self, count: int) -> list[int]:
         """Allocates device blocks: free ones first, then the least recently used cached ones."""
@@ -342,18 +351,51 @@ class PrefixCache:
         for _ in range(count - self._device.num_free):
             evicted = self._evict()
             self.num_evicted += 1
-            self.last_evicted.append(evicted.block)
+            self.last_evicted.append((evicted.block, self._why(evicted)))
+            if self.stored is not None:
+                self.stored[0].evict(self.stored[1], evicted)
             if not self._host_cache:
                 continue
             on_host = self._on_host.find(evicted.digest)
             if on_host is not None:
                 self._host.touch(on_host.block)
-            elif self._host.num_available:
+            elif self._host_has_room(evicted):
                 taken = self.allocate_on_host(1)
                 self._on_host.add(evicted.copy_in(self._host, taken[0]))
                 self._moves.swap_out(evicted.block, taken[0])
                 self._host.release(taken)
         return self._device.allocate(count)
+
+    def _why(self, evicted: KnownBlock) -> str:
+        if evicted.block in self._ended:
+            self._ended.remove(evicted.block)
+            return "ended"
+        return "held" if evicted.digest in self.on_device.held else "room"
+
+    def _host_has_room(self, evicted: KnownBlock) -> bool:
+        """Whether evicted content may move to the host: never in the place of content that is held, unless it is."""
+        host = self._host
+        if host.num_free or not host.num_available:
+            return host.num_available > 0
+        return evicted.digest in self.on_device.held or not host.is_held(host.least_recently_used())
+
+    def follow(self, held: Mapping[bytes, int]) -> None:
+        """Holds the blocks with these digests, those that come later too; ``hold`` and ``unhold`` tell of changes."""
+        self.on_device.held = self._on_host.held = held
+
+    def hold(self, digest: bytes) -> None:
+        for index in (self.on_device, self._on_host):
+            if (entry := index.find(digest)) is not None:
+                entry.pool.hold(entry.block)
+                if index is self.on_device:
+                    self._ended.discard(entry.block)
+
+    def unhold(self, digest: bytes, *, evict_first: bool) -> None:
+        for index in (self.on_device, self._on_host):
+            if (entry := index.find(digest)) is not None:
+                entry.pool.unhold(entry.block, evict_first=evict_first)
+                if evict_first and index is self.on_device:
+                    self._ended.add(entry.block)
 
     def _evict(self) -> KnownBlock:
         # A window reads the end of a chain, so there the descendants of a block are not evicted before it.
@@ -538,6 +580,8 @@ class ContentIndex:
         self._newest_child = _by_digest()
         #: By parent: pinned children, which are always compared.
         self._pinned: dict[bytes, list[KnownBlock]] = {}
+        #: Digests whose blocks are held; owned by ``Retention``.
+        self.held: Mapping[bytes, int] = {}
 
     def find(self, digest: bytes) -> KnownBlock | None:
         return self._by_digest[digest[0]].get(digest)
@@ -566,6 +610,8 @@ class ContentIndex:
             entry.older, entry.newer = newest.block, newest.newer
             self._entry(newest.newer).older = newest.newer = block
         newest_child[parent] = entry
+        if digest in self.held:
+            pool.hold(block)
 
     def forget(self, block: int) -> KnownBlock:
         """Removes a block; it becomes free if it has no references."""

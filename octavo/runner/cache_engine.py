@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,9 @@ from octavo.core.errors import ConfigError
 from octavo.core.plan import StepPlan
 from octavo.kernels.interface import Kernels, LayerCache
 from octavo.runner.input_batch import InputBatch
+
+if TYPE_CHECKING:
+    from octavo.runner.block_store import BlockStore
 
 Pairs = list[tuple[int, int]]
 
@@ -46,6 +50,8 @@ class CacheEngine:
         self._first_on_host = [0, *itertools.accumulate(num_host_blocks)][:-1]
         self._num_host_blocks = sum(num_host_blocks)
         self._swaps: list[tuple[int, float]] = []
+        #: Takes blocks that plans store, and has those that they fetched.
+        self.store: BlockStore | None = None
         self.allocate()
 
     def allocate(self) -> None:
@@ -70,14 +76,41 @@ class CacheEngine:
         self.device, self._host = [], []
 
     def move(self, plan: StepPlan) -> SwapSeconds | None:
-        """Moves blocks: out, in, copies, each in one call for all layers. None if the step waits for no swap."""
+        """Moves blocks: to the stores, out, in, from the stores, copies, each in one call for all layers of a group.
+
+        None if the step waits for no swap.
+        """
         seconds: SwapSeconds | None = None
+        if plan.blocks_to_store:
+            self._store(plan.blocks_to_store)
         if plan.blocks_to_swap_out or plan.blocks_to_swap_in:
             seconds = self._swap(plan)
+        if plan.blocks_fetched:
+            self._place(plan.blocks_fetched)
         if plan.blocks_to_copy:
             for group, pairs in self._by_group(plan.blocks_to_copy, self._first, self._first):
                 self._kernels.copy_blocks(self._of_group(self.device, group), pairs)
         return seconds
+
+    def _store(self, named: list[tuple[int, bytes]]) -> None:
+        assert self.store is not None, "there are no KV stores"
+        for group, pairs in self._numbered_by_group([block for block, _ in named]):
+            digests = [named[i][1] for _, i in pairs]
+            self.store.save(self._stored(group), group, [block for block, _ in pairs], digests)
+
+    def _place(self, fetched: list[tuple[int, int, int]]) -> None:
+        assert self.store is not None, "there are no KV stores"
+        for group, pairs in self._numbered_by_group([block for _, _, block in fetched]):
+            places = [fetched[i][:2] for _, i in pairs]
+            self.store.place(self._stored(group), group, [block for block, _ in pairs], places)
+
+    def _numbered_by_group(self, blocks: list[int]) -> Iterable[tuple[int, Pairs]]:
+        """By group: (block within it, index in ``blocks``)."""
+        return self._by_group([(block, i) for i, block in enumerate(blocks)], self._first, [0] * len(self._first))
+
+    def _stored(self, group: int) -> list[LayerCache]:
+        """The layers of a group that the stores keep."""
+        return self._of_group(self._layers.stored(self.device), group)
 
     def _by_group(self, pairs: Pairs, first_source: list[int], first_target: list[int]) -> Iterable[tuple[int, Pairs]]:
         if len(first_source) == 1:
@@ -167,13 +200,15 @@ class KVLayers:
         drafter: Sequence[KVSpec] = (),
         workspace: Workspace | None = None,
         state_tokens: int | None = None,
+        *,
+        stores_drafter: bool = False,
     ) -> None:
         """``groups``: of the network's layers on this rank; ``drafter``: of each layer of the drafter.
 
         ``workspace``: of an encoder, which has no groups, or the groups of its decoder. ``state_tokens``: see
-        ``GroupShape``.
+        ``GroupShape``. ``stores_drafter``: whether KV stores keep the drafter's layers.
         """
-        self._state_tokens = state_tokens
+        self._state_tokens, self.stores_drafter = state_tokens, stores_drafter
         self.kernels, self.groups, self._block_size = kernels, list(groups), block_size
         self._drafter = find_groups(drafter, [group.spec for group in groups])
         self._workspace = workspace
@@ -194,6 +229,15 @@ class KVLayers:
 
     def block_bytes(self) -> int:
         return sum(shape.block_bytes for shape in self.shapes())
+
+    def stored_bytes(self) -> list[int]:
+        """Bytes of a block in all layers that KV stores keep, by group."""
+        drafts = self._drafter_bytes() if self.stores_drafter else [0] * len(self.groups)
+        return [self._size(group) + more for group, more in zip(self.groups, drafts, strict=True)]
+
+    def stored(self, caches: list[LayerCache]) -> list[LayerCache]:
+        """The layers that KV stores keep."""
+        return caches if self.stores_drafter else caches[: self._num_layers]
 
     def drafter_share(self) -> float:
         return sum(self._drafter_bytes()) / self.block_bytes()
@@ -292,6 +336,8 @@ class DraftedBlocks:
             (self._on_host.add if filled[block] else self._on_host.discard)(on_host)
         for on_host, block in plan.blocks_to_swap_in:
             filled[block] = on_host in self._on_host
+        for _, _, block in plan.blocks_fetched:
+            filled[block] = False
         for source, target in plan.blocks_to_copy:
             filled[target] = filled[source]
         if plan.table_changes:

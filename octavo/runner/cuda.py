@@ -111,9 +111,10 @@ class CudaTimer:
 
 @dataclass(eq=False)
 class _Step:
-    """The blocks that a step copies and reads, and an event behind its work on the compute stream."""
+    """The blocks that a step moves and reads, and an event behind its work on the compute stream."""
 
-    copied: list[int]
+    #: On the compute stream: copied, stored, fetched.
+    moved: list[int]
     #: Block tables of each KV group, then those of cross attention, over blocks of the first group.
     tables: list[NDArray[np.int32]] = field(default_factory=list)
     end: Any = None
@@ -168,7 +169,10 @@ class StreamedCacheEngine(CacheEngine):
                 self._wait_for_swaps()
         seconds = super().move(plan)
         if self._num_host_blocks:
-            self._steps.append(_Step([block for pair in plan.blocks_to_copy for block in pair]))
+            moved = [block for pair in plan.blocks_to_copy for block in pair]
+            moved += [block for block, _ in plan.blocks_to_store]
+            moved += [block for _, _, block in plan.blocks_fetched]
+            self._steps.append(_Step(moved))
         return seconds
 
     def computes_over(self, tables: NDArray[np.int32], cross_tables: NDArray[np.int32]) -> None:
@@ -177,7 +181,9 @@ class StreamedCacheEngine(CacheEngine):
 
     def _swap(self, plan: StepPlan) -> SwapSeconds | None:
         begin, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
-        if plan.blocks_to_swap_out or self._in_use([block for _, block in plan.blocks_to_swap_in]):
+        arriving = [block for _, block in plan.blocks_to_swap_in]
+        stored = {block for block, _ in plan.blocks_to_store}
+        if plan.blocks_to_swap_out or not stored.isdisjoint(arriving) or self._in_use(arriving):
             self._stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._stream):
             begin.record()
@@ -195,7 +201,7 @@ class StreamedCacheEngine(CacheEngine):
         """Whether a step that the device may not have finished uses one of these blocks."""
         used = np.zeros(sum(self._blocks), dtype=np.bool_)
         for step in self._steps:
-            used[step.copied] = True
+            used[step.moved] = True
             for first, table in zip([*self._first, 0], step.tables, strict=False):
                 used[first + table.reshape(-1)] = True
         return bool(used[blocks].any())
@@ -209,8 +215,10 @@ class StreamedCacheEngine(CacheEngine):
     def _reuses(self, plan: StepPlan) -> bool:
         """Whether the plan writes to a block that may still be read for the host."""
         swapping_out = self._swapping_out
-        return any(target in swapping_out for _, target in plan.blocks_to_copy) or any(
-            not swapping_out.isdisjoint(change.blocks) for change in plan.table_changes
+        return (
+            any(target in swapping_out for _, target in plan.blocks_to_copy)
+            or any(target in swapping_out for _, _, target in plan.blocks_fetched)
+            or any(not swapping_out.isdisjoint(change.blocks) for change in plan.table_changes)
         )
 
     def _wait_for_swaps(self) -> None:

@@ -85,10 +85,17 @@ class WorkerDrafter(RowFeature, ABC):
     #: Holds the drafter's weights; sleep mode moves them to host memory and back, or drops them.
     network: Network
     kv_specs: list[KVSpec]
+    #: Whether it computes each token as the model does, and never again, so that stored blocks must have its layers.
+    follows_model = False
     _source: DraftSource
     _context: LayerContext
     #: The captured network, between ``capture`` and ``release``.
     _forward: Forward
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint of its network."""
+        return self._source.folder
 
     @abstractmethod
     def describe(self) -> str: ...
@@ -349,6 +356,7 @@ class EagleDrafter(WorkerDrafter):
     """The drafters ``eagle`` and ``eagle3``. Owns the head, and each row's results that drafts begin with."""
 
     network: EagleHead
+    follows_model = True
 
     def __init__(self, source: DraftSource, context: LayerContext, model: Network, loras: LoraPreparer | None) -> None:
         """``loras``: of the model's rows, as a head may use the model's own projection to logits."""

@@ -25,6 +25,7 @@ from octavo.core.plugins import LogitsPlugins
 from octavo.kernels import load_kernels, resolve_device
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Communicator, KernelClock, Kernels, LayerCache
+from octavo.kvstore.open import check_stores
 from octavo.layers.layer import LayerContext
 from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.loader.weights import load_model, make_dummy_model
@@ -131,6 +132,7 @@ class LoadedModel:
         kernels.check_dtype(self.context.dtype)
         for spec in kv_specs:
             kernels.block_bytes(spec, spec.places(options.block_size))
+        check_stores(options)
         free = self.device.free_memory()
         memory.check_weights_fit(config, self.context, free)
         if drafts is not None:
@@ -161,7 +163,15 @@ class LoadedModel:
         draft_specs = [] if self.drafter is None else self.drafter.kv_specs
         groups = [] if config.is_encoder else self._kv_groups()
         tokens = options.state_checkpoint_tokens
-        self.layers = KVLayers(self.kernels, groups, options.block_size, draft_specs, self._workspace(), tokens)
+        self.layers = KVLayers(
+            self.kernels,
+            groups,
+            options.block_size,
+            draft_specs,
+            self._workspace(),
+            tokens,
+            stores_drafter=self.drafter is not None and self.drafter.follows_model,
+        )
         if groups:
             self.device.reserved += self.layers.workspace_bytes()
 
@@ -307,6 +317,9 @@ def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: Dr
         distance, size = options.state_checkpoint_tokens, options.block_size
         if distance % size:
             raise ConfigError(f"state_checkpoint_tokens must be a multiple of block_size ({size}), not {distance}")
+        for name in ("kv_disk", "kv_store"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"{name} keeps no recurrent states, which {config.architecture} has: leave it out")
     elif (distance := options.state_checkpoint_tokens) != EngineConfig.model_fields["state_checkpoint_tokens"].default:
         raise ConfigError(
             f"state_checkpoint_tokens ({distance}) is for models with recurrent states, and {config.architecture} has "

@@ -16,6 +16,7 @@ from octavo.core.errors import SequenceError
 from octavo.core.plan import SequenceResult, StepPlan, StepResult
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput
 from octavo.process.startup import WorkerFacts
+from octavo.runner.block_store import make_block_store
 from octavo.runner.device import SampledTokens, WeightSleep
 from octavo.runner.input_batch import DraftedTokens, InputBatch, NewTokens, StepInputs
 from octavo.runner.row_feature import RowContext
@@ -53,6 +54,7 @@ class ModelRunner:
             sizes = [shape.block_bytes for shape in layers.shapes()]
             with loaded.timed("KV cache"):
                 self._cache = loaded.device.cache_engine(layers, num_blocks, num_host_blocks)
+            self._store = self._cache.store = make_block_store(loaded) if options.has_stores else None
             self._cache_bytes = int(np.dot(num_blocks, sizes)), int(np.dot(num_host_blocks, sizes))
             with loaded.timed("tables of positions"):
                 loaded.network.extend_positions(max_model_len)
@@ -107,10 +109,18 @@ class ModelRunner:
                 row = self._batch.forget(seq_id)
                 if row is not None:
                     self._sampler.remove(row)
-            self.loaded.preparations.apply(plan, result)
+            store = self._store
+            if store is None:
+                self.loaded.preparations.apply(plan, result)
+            else:
+                store.begin(plan.fetch)
+                self.loaded.preparations.apply(plan, result, store.pending)
+                store.report(plan, result)
             self._change_rows(plan)
             step = QueuedStep(result, self._batch, self._in_flight)
             step.swap_seconds = self._cache.move(plan)
+            if plan.drop_fetches and store is not None:
+                store.drop(plan.drop_fetches)
             for feature in self._features:
                 plan = feature.change_plan(plan, result)
             if plan.seq_ids:
@@ -216,6 +226,10 @@ class ModelRunner:
         if self._cache.device:
             self._cache.release()
             freed += sum(self._cache_bytes)
+        if self._store is not None:
+            self._store.free()
+            if level == 2:
+                self._store.distrust_weights()
         try:
             freed += self._weights.sleep(level)
         except BaseException:  # such as no host memory
@@ -230,13 +244,26 @@ class ModelRunner:
             return True
         with self.loaded.mode():
             if "weights" in parts:
+                is_new = not self.loaded.has_weights
                 self._weights.wake_up(self._max_model_len)
+                if is_new and self._store is not None:
+                    self._store.trust_weights()
             if "kv_cache" in parts and not self._cache.device:
                 self._cache.allocate()
             if self._weights.are_away or not self._cache.device:
                 return False
             self._forward = self._capture()
         return True
+
+    def distrust_weights(self, reason: str) -> None:
+        """Blocks of weights that may not be the checkpoint's are neither stored nor fetched."""
+        if self._store is not None:
+            self._store.distrust_weights(reason)
+
+    def close_stores(self) -> None:
+        """Writes blocks that wait to be stored, within ``CLOSE_SECONDS``, and closes the KV stores; no step follows."""
+        if self._store is not None:
+            self._store.close()
 
     def measure_swap(self) -> float:
         with self.loaded.mode():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,9 +125,13 @@ class WorkerPreparations:
         # By kind; their threads end when they are garbage.
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
-    def apply(self, plan: StepPlan, result: StepResult) -> None:
-        """Carries out the plan's preparations, and reports in the result those that have ended since the last plan."""
-        if not (self._preparing or self._computing or plan.prepare or plan.drop or plan.place):
+    def apply(self, plan: StepPlan, result: StepResult, fetches: Sequence[Future[Any]] = ()) -> None:
+        """Carries out the plan's preparations, and reports in the result those that have ended since the last plan.
+
+        A step that waits for the first of them waits for the first of ``fetches`` too.
+        """
+        fetches = fetches if plan.awaits_prepared else ()
+        if not (self._preparing or self._computing or plan.prepare or plan.drop or plan.place or fetches):
             return
         start = time.perf_counter()
         for key in plan.drop:
@@ -157,8 +161,8 @@ class WorkerPreparations:
             self._kept[key].place(slot, key)
         self._compute(result, _WAIT if plan.awaits_prepared else self._seconds)
         is_idle = plan.awaits_prepared and not self._computing
-        if is_idle and self._preparing and not (result.prepared or result.prepare_errors):
-            wait([future for _, _, future in self._preparing.values()], _WAIT, FIRST_COMPLETED)
+        if is_idle and (self._preparing or fetches) and not (result.prepared or result.prepare_errors):
+            wait([*(future for _, _, future in self._preparing.values()), *fetches], _WAIT, FIRST_COMPLETED)
         for key in [key for key, (_, _, future) in self._preparing.items() if future.done()]:
             self._receive(key, result)
         if plan.place or plan.awaits_prepared:

@@ -12,10 +12,18 @@ from octavo.memory.block_manager import Release
 from octavo.memory.kv_group import AllocStatus, BlocksNeeded
 from octavo.memory.prefix_cache import NO_REFERENCES, PrefixChain, PrefixMatch
 from octavo.scheduler.concurrency import ConcurrencyLimit
+from octavo.scheduler.fetches import Fetches
 from octavo.scheduler.groups import CrossContext, SequenceGroup
 from octavo.scheduler.running import Preemption, restore_sharing
 from octavo.scheduler.state import SchedulingState
-from octavo.scheduler.step import Step, allocate_slots, blocks_still_needed, prompt_chunks, schedule_prefill
+from octavo.scheduler.step import (
+    Step,
+    allocate_slots,
+    blocks_still_needed,
+    prompt_chunks,
+    prompt_limit,
+    schedule_prefill,
+)
 
 SHORT = 1.5
 _NOTHING, _ONE_BLOCK = BlocksNeeded(), BlocksNeeded(1)
@@ -32,11 +40,17 @@ class Admission:
     """Admits groups in order. A group that does not fit yet is not overtaken, but short prompts pass long ones."""
 
     def __init__(
-        self, options: SchedulerOptions, queues: SchedulingState, concurrency: ConcurrencyLimit | None = None
+        self,
+        options: SchedulerOptions,
+        queues: SchedulingState,
+        concurrency: ConcurrencyLimit | None = None,
+        fetches: Fetches | None = None,
     ) -> None:
         """``concurrency``: limits the concurrent sequences further than ``max_num_seqs``."""
         self._options, self._queues, self._concurrency = options, queues, concurrency
-        self._blocks = queues.blocks
+        self._blocks, self._fetches = queues.blocks, fetches
+        if fetches is not None:
+            fetches.connect(self._match, self.fits, queues.pass_over)
 
     def rejection_reason(self, group: SequenceGroup) -> str | None:
         """Why a new group can never run, or None if it can."""
@@ -96,14 +110,25 @@ class Admission:
                 return
 
     def next_group(self, now: float) -> SequenceGroup | None:
+        """The first waiting or swapped group in order, after those that wait for the KV stores from now on."""
+        while (group := self._next_group(now)) is not None and self._is_held(group, now):
+            pass
+        return group
+
+    def next_waiting(self, now: float) -> SequenceGroup | None:
+        while (group := self._first_in_order(*self._first_waiting(now))) is not None and self._is_held(group, now):
+            pass
+        return group
+
+    def _is_held(self, group: SequenceGroup, now: float) -> bool:
+        return self._fetches is not None and not self.has_tokens_in_flight(group) and self._fetches.hold(group, now)
+
+    def _next_group(self, now: float) -> SequenceGroup | None:
         if len(self._queues.groups) == len(self._queues.running):
             return None
         eligible, held_back = self._first_waiting(now)
         swapped = self._queues.peek(self._queues.swapped, now)
         return self._first_in_order([*eligible, swapped] if swapped is not None else eligible, held_back)
-
-    def next_waiting(self, now: float) -> SequenceGroup | None:
-        return self._first_in_order(*self._first_waiting(now))
 
     def _first_waiting(self, now: float) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
         """The first short and the first long prompt: those that may start, and those held back by a limit."""
@@ -129,6 +154,9 @@ class Admission:
         blocks = self._blocks
         if self.has_tokens_in_flight(group):
             return False
+        limit = prompt_limit(self._queues, group, step)
+        if limit == 0:
+            return False
         self._queues.on_attempt(group.group_id)
         reserved = self._reserved(step)
         if not self._fits(group, _ONE_BLOCK, reserved):
@@ -147,11 +175,13 @@ class Admission:
         first.checkpoint_at = blocks.prefixes.branch(match) if match is not None else 0
         # Several sequences may have no chunk to compute before they share the matched prefix.
         has_chunk = len(group.seqs) == 1 or any(s.shared_prefix is None and s.num_uncomputed > 1 for s in group.seqs)
-        if has_chunk and not prompt_chunks(blocks, group, step.budget, self._options):
+        if has_chunk and not prompt_chunks(blocks, group, step.budget, self._options, limit):
             first.num_computed = 0
             return False
         if match is not None:
             blocks.prefixes.adopt(first.seq_id, match)
+            if group.request.options.cache_hints is not None:
+                self._hold(group, match, step.now)
         if cross is not None:
             self._give_context(group, cross, context, step)
         if group.totals.first_scheduled_time is None:
@@ -162,6 +192,19 @@ class Admission:
         self._queues.start_running(group)
         self._schedule_admitted(group, step)
         return True
+
+    def _hold(self, group: SequenceGroup, match: PrefixMatch, now: float) -> None:
+        """Holds the prefixes that the request asks for; where states are cached, a chunk ends with the longest."""
+        request, first = group.request, group.seqs[0]
+        hints, virtual = request.options.cache_hints, 0
+        assert hints is not None
+        if request.adapter is not None and (virtual := request.adapter.num_virtual_tokens):
+            hints = hints.shifted(virtual)
+        end, client = len(request.prompt_token_ids), request.options.client
+        held = self._blocks.retention.obey(hints, client, match.chain, first.token_ids, end, now)
+        group.totals.num_held_tokens = held
+        if self._blocks.prefixes.keeps_ends and not first.checkpoint_at and match.num_tokens < held < end:
+            first.checkpoint_at = held
 
     def _give_context(self, group: SequenceGroup, cross: CrossContext, match: PrefixMatch | None, step: Step) -> None:
         if match is not None:
@@ -175,8 +218,9 @@ class Admission:
         step.with_contexts.append(group)
 
     def admit_preempting(self, group: SequenceGroup, step: Step) -> None:
-        """Admits a group for which others were preempted."""
+        """Admits the group that ``Displacement.preempt_for_waiting`` has returned."""
         step.budget += step.held_back
+        step.prompts = [(other, tokens) for other, tokens in step.prompts if other is not group]
         self.admit_waiting(group, step)
 
     def admit_swapped(self, group: SequenceGroup, step: Step) -> bool:
@@ -209,10 +253,11 @@ class Admission:
         if group.prefilling and len(group.seqs) > 1 and group.is_prefilled:
             queues.finish_prefill(group)
         if group.prefilling:
-            chunks = prompt_chunks(self._blocks, group, step.budget, self._options)
+            limit = prompt_limit(queues, group, step)
+            chunks = [] if limit == 0 else prompt_chunks(self._blocks, group, step.budget, self._options, limit)
             if chunks and allocate_slots(queues, chunks, step):
                 schedule_prefill(queues, group, chunks, step)
-                step.budget -= sum(n for _, n in chunks)
+                step.add_prompt(group, chunks)
         elif len(group.seqs) <= step.budget and allocate_slots(queues, [(s, 1) for s in group.seqs], step):
             step.add_decodes(group.seqs)
             step.budget -= len(group.seqs)
@@ -299,12 +344,15 @@ class Displacement:
         self._options, self._queues, self._admission, self._preemption = options, queues, admission, preemption
 
     def preempt_for_waiting(self, step: Step) -> SequenceGroup | None:
-        """Preempts running groups for the first waiting group, and holds back its tokens; returns it if any was."""
+        """Preempts running groups for the first waiting group, and holds back its tokens; returns it if any was.
+
+        A policy that limits prompts has the tokens held back too if the group fits and goes before all running prompts.
+        """
         group = self._admission.next_group(step.now)
         if group is None or group.status is SequenceStatus.SWAPPED or self._admission.has_tokens_in_flight(group):
             return None
         victims = self._victims(group, step.now)
-        if not victims:
+        if victims is None or not (victims or self._goes_before_prompts(group)):
             return None
         gone = {victim.group_id for victim in victims}
         decoding = sum(g.num_seqs for g in self._queues.running if not (g.prefilling or g.group_id in gone))
@@ -314,33 +362,40 @@ class Displacement:
             return None
         for victim in victims:
             self._preemption.preempt(victim, step, group)
-        step.held_back = sum(n for _, n in chunks)
-        step.budget -= step.held_back
+        budget = step.budget
+        step.add_prompt(group, chunks)
+        step.held_back = budget - step.budget
         return group
 
-    def _victims(self, group: SequenceGroup, now: float) -> list[SequenceGroup]:
-        """The groups to preempt; none if the group fits now, or would not fit without all that it displaces."""
+    def _goes_before_prompts(self, group: SequenceGroup) -> bool:
+        queues = self._queues
+        if not (queues.policy.limits_prompts and queues.prefilling and self._options.batching == "mixed"):
+            return False
+        return group.prefilling and queues.order(group) < queues.order(queues.prefilling[0])
+
+    def _victims(self, group: SequenceGroup, now: float) -> list[SequenceGroup] | None:
+        """The groups to preempt, none if the group fits now; None if it would not fit without all that it displaces."""
         queues = self._queues
         order, displaces = queues.order(group), queues.policy.displaces
         if not queues.running or self._admission.fits(group):
             return []
         lower = [g for g in queues.running if displaces(group, g) and queues.order(g) > order and not g.awaits_result]
         if not lower:
-            return []
+            return None
         room = _Room(self._options, queues, self._admission, group)
         if not room.may_suffice(lower):
-            return []
+            return None
         last, candidates = len(queues.running) - 1, self._preemption.victims(lower, now)
         victims: list[SequenceGroup] = []
         gone: set[int] = set()
         while not room.suffices():
             victim = next(candidates, None)
             if victim is None:
-                return []  # all of them are too few
+                return None  # all of them are too few
             while queues.running[last].group_id in gone:
                 last -= 1
             if queues.has_aged(victim, now) and victim is not queues.running[last]:
-                return []  # later ones would go on before it
+                return None  # later ones would go on before it
             victims.append(victim)
             gone.add(victim.group_id)
             room.remove(victim)

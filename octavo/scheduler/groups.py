@@ -114,6 +114,10 @@ class SequenceGroup:
     resumable_after: int = 0
     #: The waiting group that it was last preempted for; None: running groups lacked blocks.
     preempted_for: int | None = None
+    #: Whether it was decided, since it began to wait, if the KV stores are asked for its prefix; whether it waits for
+    #: them now (``Fetches``).
+    looked_up: bool = False
+    is_held: bool = False
     #: Digests of its blocks from the first look-up until it runs.
     chain: PrefixChain | None = None
     #: The policy's own.

@@ -48,6 +48,8 @@ class Policy(ABC):
     preemptive = False
     #: Whether the key of a waiting group may grow (``lane``).
     waiting_keys_grow = False
+    #: Whether ``prompt_limit`` may keep tokens of prompts out of a step.
+    limits_prompts = False
     #: Whether ``aging_limit`` applies. If not, the policy itself lets nobody starve.
     ages = True
 
@@ -62,6 +64,15 @@ class Policy(ABC):
     def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
         """Whether ``waiting``, which goes first, is worth the preemption of ``running``: by default by priority."""
         return running.priority > waiting.priority
+
+    def prompt_limit(self, group: SequenceGroup, prompts: Sequence[tuple[SequenceGroup, int]]) -> int | None:
+        """With ``limits_prompts``: the most tokens of the group's prompt in a step; None: as the token budget allows.
+
+        ``prompts``: the prompts that are in the step already, which go before it, and their tokens. A request waits for
+        the whole step in which its prompt is computed, and for the one that runs when it arrives. A group must not be
+        limited to 0 for ever, and never if ``prompts`` is empty. Prompts that are computed whole know only 0 as limit.
+        """
+        return None
 
     def lane(self, group: SequenceGroup) -> Hashable:
         """With ``waiting_keys_grow``: waiting groups of one lane go in order of arrival, lanes by their first group."""
@@ -215,6 +226,10 @@ def _first(*targets: float | None) -> float:
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
 #: Service divided by weight that an idle user may save up: bursts of a user who asks for little are served at once.
 _CREDIT = 4096.0
+#: Service divided by weight that the user of a preempted group must be ahead, where shares do not decide.
+_LEAD = _CREDIT / 2
+#: Share of the token budget that prompts of users with waiting groups may fill.
+_FLOOD_SHARE = 1 / 16
 #: Idle users whose counters are kept.
 _MAX_IDLE = 4096
 
@@ -253,18 +268,25 @@ class FairShare(Policy):
 
     The counters order admission only; a flood that has filled slots and blocks would leave them when its requests end.
     So a waiting group preempts one of a user who runs more sequences by weight, even after the exchange: the running
-    sequences approach max-min shares, and no exchange is reversed.
+    sequences approach max-min shares, and no exchange is reversed. A user without a queue, who has received far less
+    service (``_LEAD``), takes more than this share: a burst of few requests need not wait for itself.
+
+    A step is not preempted, so it must not be long because of a flood: prompts of a user are left out of a step that
+    computes one of a user who runs fewer sequences by weight, and prompts of users with waiting groups fill only a part
+    of a step (``_FLOOD_SHARE``) if there are other users.
     """
 
-    option_names = ("user_weights",)
+    option_names = ("user_weights", "token_budget")
     dynamic = True
     uses_priority = False
     preemptive = True
     waiting_keys_grow = True
+    limits_prompts = True
     ages = False
 
-    def __init__(self, weights: Mapping[str, float] | None) -> None:
+    def __init__(self, weights: Mapping[str, float] | None, token_budget: int) -> None:
         self._weights = weights or {}
+        self._most_prompts = max(1, round(_FLOOD_SHARE * token_budget))
         self._users: dict[str, _User] = {}
         #: (counter, number, user) of users with waiting groups, and maybe of others; counters may be outdated (lower).
         self._heap: list[tuple[float, int, _User]] = []
@@ -283,8 +305,27 @@ class FairShare(Policy):
         one, other = (self._users[group.request.options.user] for group in (waiting, running))
         if one is other:
             return False
+        if one.waiting <= one.running and other.counter - one.counter >= _LEAD:
+            return True
         after = (one.running + waiting.num_seqs) / one.weight
         return after <= (other.running - running.policy_data.running) / other.weight
+
+    def prompt_limit(self, group: SequenceGroup, prompts: Sequence[tuple[SequenceGroup, int]]) -> int | None:
+        user, filled = self._users[group.request.options.user], 0
+        for other, tokens in prompts:
+            owner = self._users[other.request.options.user]
+            if owner is not user and self._share(owner, other) < self._share(user, group):
+                return 0
+            if owner.waiting > other.policy_data.waiting:
+                filled += tokens
+        if user.waiting == group.policy_data.waiting or len(self._users) == 1:
+            return None
+        return max(1, self._most_prompts - filled)
+
+    @staticmethod
+    def _share(user: _User, group: SequenceGroup) -> float:
+        """A user's running sequences by weight, those of ``group`` included."""
+        return (user.running + (group.num_seqs if group.policy_data.waiting else 0)) / user.weight
 
     def on_arrival(self, group: SequenceGroup) -> None:
         name = group.request.options.user
@@ -453,6 +494,16 @@ class GuardedPolicy(Policy):
         except Exception as e:
             self._fail(waiting, "displaces", e)
             return False
+
+    def prompt_limit(self, group: SequenceGroup, prompts: Sequence[tuple[SequenceGroup, int]]) -> int | None:
+        if group.group_id in self._failed:
+            return None
+        try:
+            limit = self._policy.prompt_limit(group, prompts)
+            return None if limit is None else int(limit)
+        except Exception as e:
+            self._fail(group, "prompt_limit", e)
+            return None
 
     def lane(self, group: SequenceGroup) -> Hashable:
         if group.group_id not in self._failed:

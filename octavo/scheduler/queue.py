@@ -1,4 +1,4 @@
-"""The queue of groups that do not run (``GroupQueue``): in the policy's order, past those that lack a preparation."""
+"""The queue of groups that do not run (``GroupQueue``): in the policy's order, past those that cannot run yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class GroupQueue:
     """Groups that do not run, in the policy's order; those whose preparations are missing are passed over.
 
     A group is in the part of the ``Prepared`` that it lacks, or may lack when its turn comes as that is scarce; without
-    any, in the part ``ready``. The groups of a part are eligible while its preparation is usable.
+    any, in the part ``ready``. The groups of a part are eligible while its preparation is usable. Those that wait for
+    the KV stores are in the part ``held``, never eligible.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class GroupQueue:
         order: Callable[[SequenceGroup], tuple[Any, ...]],
     ) -> None:
         self._policy, self._aging_limit, self._needs, self._order = policy, aging_limit, needs, order
-        self.ready = _Part(policy)
+        self.ready, self._held = _Part(policy), _Part(policy)
         #: By key of the preparation. A plentiful one is never usable here: its groups leave when it is ready.
         self._scarce: dict[str, _PreparedPart] = {}
         self._plentiful: dict[str, _PreparedPart] = {}
@@ -48,7 +49,9 @@ class GroupQueue:
 
     def push(self, group: SequenceGroup) -> None:
         part = self.ready
-        if group.preparations and (prepared := self._first_missing(self._needs(group))) is not None:
+        if group.is_held:
+            part = self._held
+        elif group.preparations and (prepared := self._first_missing(self._needs(group))) is not None:
             parts = self._scarce if prepared.is_scarce else self._plentiful
             part = parts.setdefault(prepared.key, _PreparedPart(self._policy, prepared))
         part.push(group)
@@ -107,7 +110,8 @@ class GroupQueue:
 
     def earliest(self) -> SequenceGroup | None:
         """The group that arrived first, eligible or not."""
-        return _earliest(part.earliest() for part in (self.ready, *self._scarce.values(), *self._plentiful.values()))
+        parts = self.ready, self._held, *self._scarce.values(), *self._plentiful.values()
+        return _earliest(part.earliest() for part in parts)
 
 
 def _earliest(groups: Iterable[SequenceGroup | None]) -> SequenceGroup | None:

@@ -13,7 +13,7 @@ from octavo.core.request import DraftStats, SequenceStatus
 from octavo.core.stats import SchedulerStats
 from octavo.scheduler.groups import Sequence, SequenceGroup
 from octavo.scheduler.state import SchedulingState
-from octavo.scheduler.step import Chunks, Step, allocate_slots, prompt_chunks, schedule_prefill
+from octavo.scheduler.step import Chunks, Step, allocate_slots, prompt_chunks, prompt_limit, schedule_prefill
 from octavo.speculation.drafter import BY_WORKER
 from octavo.speculation.speculator import Speculator, Waiting
 
@@ -125,12 +125,15 @@ class Running:
         for group in queues.prefilling:
             if step.budget <= 0:
                 break
-            work = prompt_chunks(queues.blocks, group, step.budget, self._options)
+            limit = prompt_limit(queues, group, step)
+            if limit == 0:
+                continue
+            work = prompt_chunks(queues.blocks, group, step.budget, self._options, limit)
             if not work:  # it has to be computed whole, and must not be overtaken
                 step.budget = 0
                 break
             chunks[group.group_id] = work
-            step.budget -= sum(n for _, n in work)
+            step.add_prompt(group, work)
         return chunks
 
     def _reserve_forced(self, step: Step) -> None:
@@ -207,12 +210,13 @@ class Preemption:
     Either way the workers forget the sequences, and the plan that resumes them carries them whole (``NewSequence``).
     """
 
-    def __init__(self, options: SchedulerOptions, queues: SchedulingState, stats: SchedulerStats) -> None:
-        self._queues, self._stats = queues, stats
+    def __init__(
+        self, options: SchedulerOptions, queues: SchedulingState, stats: SchedulerStats, cost: MoveCost
+    ) -> None:
+        self._queues, self._stats, self._cost = queues, stats, cost
         self._blocks = queues.blocks
         self._mode = options.preemption_mode
         self._key = _VICTIM_KEYS[options.preemption_victim]
-        self.cost = MoveCost()
 
     def victims(self, candidates: SequenceOf[SequenceGroup], now: float) -> Iterator[SequenceGroup]:
         """Yields the groups to preempt among ``candidates``, which are in order: those beyond the ageing limit last."""
@@ -257,7 +261,7 @@ class Preemption:
             return self._mode == "swap"
         if len(group.seqs) > 1:
             return True
-        return self.cost.swap_is_cheaper(sum(map(self._blocks.held_bytes, group.holder_ids)), group.num_recomputed)
+        return self._cost.swap_is_cheaper(sum(map(self._blocks.held_bytes, group.holder_ids)), group.num_recomputed)
 
     def _recompute(self, group: SequenceGroup) -> None:
         self._lose(group)

@@ -14,6 +14,7 @@ from octavo.memory.block_manager import BlockManager
 from octavo.memory.kv_group import AllocStatus
 from octavo.scheduler.admission import Admission, Displacement
 from octavo.scheduler.concurrency import ConcurrencyLimit
+from octavo.scheduler.fetches import Fetches
 from octavo.scheduler.groups import SequenceGroup, suspend
 from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.running import Drafting, MoveCost, Preemption, Running
@@ -76,6 +77,10 @@ class Scheduler:
         self._last_prompt_latency = self._last_update = 0.0
         #: With ``adapt_num_seqs``.
         self.concurrency = ConcurrencyLimit(options.max_num_seqs) if options.adapt_num_seqs else None
+        stored = blocks.stored
+        self._cost = MoveCost()
+        #: None without KV stores.
+        self.fetches = None if stored is None else Fetches(blocks, stored, lambda: self._cost.seconds_per_token)
         self._make_parts()
 
     def _make_parts(self) -> None:
@@ -87,13 +92,14 @@ class Scheduler:
             plans_on_results=num_stages > 1,
             preparations=self.preparations,
             speculator=speculator,
+            fetches=self.fetches,
         )
         self._drafting: Drafting | None = None
         if speculator is not None:
             runs_ahead = self._runs_ahead and num_stages == 1
             self._drafting = Drafting(self.queues, speculator, self._stats, runs_ahead=runs_ahead)
-        self._preemption = Preemption(options, self.queues, self._stats)
-        self._admission = Admission(options, self.queues, self.concurrency)
+        self._preemption = Preemption(options, self.queues, self._stats, self._cost)
+        self._admission = Admission(options, self.queues, self.concurrency, self.fetches)
         self._displacement = Displacement(options, self.queues, self._admission, self._preemption)
         self._running = Running(options, self.queues, self._preemption, num_stages)
         self._results = Results(self.queues, self.max_model_len, self._drafting, self.concurrency)
@@ -111,6 +117,7 @@ class Scheduler:
         reserved = drafting.reserve(step.budget) if drafting is not None and self.options.cuts_prompts else 0
         step.budget -= reserved
         # 1. The order of the groups, and preemption for a waiting one.
+        self.blocks.retention.expire(step.now)
         self.queues.reorder(step.now)
         self.preparations.place_pinned()
         preempting = self._displacement.preempt_for_waiting(step) if self._displaces else None
@@ -119,11 +126,15 @@ class Scheduler:
             self._schedule_prefill_first(step, preempting)
         else:
             self._schedule_running(step)
+            if preempting is None and not step.blocked_on_memory:
+                self._place_fetched(step)
             if preempting is not None:
                 self._admission.admit_preempting(preempting, step)
-            elif not step.blocked_on_memory:  # preempted groups must neither be overtaken nor resume at once
+            if not step.blocked_on_memory:  # preempted groups must neither be overtaken nor resume at once
                 self._admission.schedule_waiting(step)
         self._end_unservable(step)
+        if self.options.batching == "prefill_first" and preempting is None and not step.blocked_on_memory:
+            self._place_fetched(step)
         # 3. Drafts, with what is left of budget and blocks.
         step.budget += reserved
         if drafting is not None:
@@ -133,9 +144,13 @@ class Scheduler:
         plan = self._last_plan = make_plan(self.queues, step, self._stats.steps)
         self.preparations.begin(step.now)
         self.preparations.add_to(plan)
+        num_awaited = self.preparations.num_preparing
+        if self.fetches is not None:
+            self.fetches.add_to(plan)
+            num_awaited += self.fetches.num_unreported
         # Behind a step in flight, waiting would delay the requests that follow its result.
         is_idle = not (plan.seq_ids or self._in_flight or self._pending_outputs)
-        plan.awaits_prepared = is_idle and self.preparations.num_preparing > 0
+        plan.awaits_prepared = is_idle and num_awaited > 0
         advance(self.queues, step)
         self._in_flight[plan.step] = step
         stats = self._stats
@@ -146,6 +161,12 @@ class Scheduler:
         stats.swapped_out_blocks += len(plan.blocks_to_swap_out)
         stats.swapped_in_blocks += len(plan.blocks_to_swap_in)
         return plan
+
+    def _place_fetched(self, step: Step) -> None:
+        """Places blocks of the KV stores, after running groups have got theirs, and looks at the next waiting group."""
+        if self.fetches is not None:
+            step.placed = self.fetches.place(step.now)
+            self._admission.next_group(step.now)
 
     def _schedule_prefill_first(self, step: Step, preempting: SequenceGroup | None) -> None:
         """Whole prompts; without any, the running groups, then swapped ones."""
@@ -188,7 +209,7 @@ class Scheduler:
 
     def _end_unservable(self, step: Step) -> None:
         """Ends a group of several sequences that does not fit although no other holds a block: it never will."""
-        if self.queues.running or step.blocked_on_memory or step.ended:
+        if self.queues.running or step.blocked_on_memory or step.ended or step.placed:
             return
         swapped = self._first_swapped(step.now) if self.options.batching == "prefill_first" else None
         group = self._next_waiting(step.now) if swapped is not None else None
@@ -214,7 +235,7 @@ class Scheduler:
         now = self._clock()
         if step.prefills:  # a step planned ahead starts when the one before it is done
             self._last_prompt_latency = now - max(step.now, self._last_update)
-        self._last_update, cost = now, self._preemption.cost
+        self._last_update, cost = now, self._cost
         if plan is self._last_plan:
             self._last_plan = None  # it may have many prompts
         for num_bytes, seconds in result.swaps:
@@ -228,6 +249,8 @@ class Scheduler:
         self._results.update(step, result, outputs)
         for group, failure in self.preparations.update(plan, result):
             self._fail(group, failure)
+        if self.fetches is not None:
+            self.fetches.update(plan, result, now)
         for group, message in self.queues.take_policy_failures():
             self._fail(group, SequenceFailure(message))
         outputs.groups += self._pop_pending_outputs()
@@ -238,7 +261,7 @@ class Scheduler:
         only_decodes = not (step.prefills or step.extended or result.swap_seconds)
         concurrency.observe(num_seqs, result.seconds if only_decodes else None)
         if step.lost_tokens or result.swap_seconds:
-            per_token = self._preemption.cost.seconds_per_token or 0.0
+            per_token = self._cost.seconds_per_token or 0.0
             concurrency.observe_loss(step.lost_seqs, step.lost_tokens * per_token + result.swap_seconds)
 
     def groups_of(self, plan: StepPlan) -> set[int]:
@@ -262,6 +285,12 @@ class Scheduler:
         return bool(self.queues.groups or self._pending_outputs)
 
     @property
+    def has_writes(self) -> bool:
+        """Whether further plans would pass blocks to the KV stores, or drop fetches."""
+        stored, fetches = self.blocks.stored, self.fetches
+        return stored is not None and (stored.num_queued > 0 or (fetches is not None and fetches.has_drops))
+
+    @property
     def can_run_ahead(self) -> bool:
         """Whether any group can be scheduled before the results of the steps in flight are known."""
         queues = self.queues
@@ -276,7 +305,7 @@ class Scheduler:
     @property
     def move_cost(self) -> MoveCost:
         """Observed costs of swapping and recomputing, on which ``preemption_mode=auto`` decides."""
-        return self._preemption.cost
+        return self._cost
 
     def add(self, request: EngineCoreRequest) -> None:
         """Queues a group; one that could never run ends as ignored with the next ``update``.
@@ -312,6 +341,8 @@ class Scheduler:
         """Empties the prefix cache, but for pinned blocks; with ``reset_running_requests``, groups recompute theirs."""
         if reset_running_requests:
             self._preemption.recompute_all()
+        if self.fetches is not None:
+            self.fetches.release_all()
         self.blocks.reset_prefix_cache()
 
     def take_all(self, last_submitted: int) -> tuple[list[EngineCoreRequest], list[GroupOutput]]:
@@ -336,9 +367,9 @@ class Scheduler:
         self.preparations.release_all()
         self.blocks.clear()
         self._in_flight.clear()
-        cost = self._preemption.cost
+        if self.fetches is not None:
+            self.fetches.forget_all()
         self._make_parts()
-        self._preemption.cost = cost
         self.queues.follow(before, self._stats.steps)
         before.dissolve()
         if self._last_plan is not None and self._last_plan.step > last_submitted:
@@ -373,6 +404,9 @@ class Scheduler:
         stats.adapters = self.preparations.adapter_stats()
         if self._speculator is not None:
             stats.speculation = self._speculator.stats()
+        stats.retention = blocks.retention.stats()
+        if self.fetches is not None:
+            stats.stores = self.fetches.counts()
         prefixes = blocks.prefixes
         stats.prefix_queried_tokens, stats.prefix_hit_tokens = prefixes.cached_queries, prefixes.cached_hits
         return stats

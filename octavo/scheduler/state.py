@@ -11,6 +11,7 @@ from typing import Any
 from octavo.config.options import SchedulerOptions
 from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.memory.block_manager import BlockManager
+from octavo.scheduler.fetches import Fetches
 from octavo.scheduler.groups import CrossContext, Sequence, SequenceGroup, resume
 from octavo.scheduler.policies import FirstComeFirstServed, GuardedPolicy, load_policy
 from octavo.scheduler.preparations import Preparations, PreparationState, Prepared
@@ -34,10 +35,11 @@ class SchedulingState:
         plans_on_results: bool = False,
         preparations: Preparations | None = None,
         speculator: Speculator | None = None,
+        fetches: Fetches | None = None,
     ) -> None:
         self.blocks = blocks
         self.preparations = preparations = preparations or Preparations()
-        self._speculator = speculator
+        self._speculator, self._fetches = speculator, fetches
         self.policy = load_policy(options.scheduling_policy, options)
         self._threshold = options.long_prefill_token_threshold
         self._aging_limit = options.aging_limit if self.policy.ages else None
@@ -121,9 +123,15 @@ class SchedulingState:
         self.preparations.add_waiting(group)
         self._queue_of(group).push(group)
 
+    def pass_over(self, group: SequenceGroup) -> None:
+        """Called when ``group.is_held`` has changed."""
+        self._queue_of(group).requeue(group)
+
     def _remove(self, group: SequenceGroup) -> None:
         self._queue_of(group).remove(group)
         self.preparations.remove_waiting(group)
+        if self._fetches is not None:
+            self._fetches.leave(group)
 
     def _on_change(self, prepared: Prepared) -> None:
         is_scarce, state = prepared.is_scarce, prepared.state
@@ -203,6 +211,7 @@ class SchedulingState:
             seq.slots_end = 0
         self._forget_context(group)
         _set_status(group, status)
+        group.looked_up = False
         self.policy.on_preempt(group)
         self._push(group)
         self.preparations.release(group)

@@ -91,6 +91,8 @@ class Step(msgspec.Struct, eq=False):
     filled: Chunks = []
     #: Groups with prefill chunks in this step.
     prefill_groups: list[SequenceGroup] = []
+    #: Groups whose prompt chunks have their part of the budget, in order, and the tokens.
+    prompts: list[tuple[SequenceGroup, int]] = []
     #: Prefill groups that end with this step: their prompt is computed and nothing is sampled.
     completed: list[SequenceGroup] = []
     table_changes: list[TableChange] = []
@@ -111,12 +113,20 @@ class Step(msgspec.Struct, eq=False):
     awaits_blocks: bool | None = None
     #: Whether a group was ended because all blocks are too few for it.
     ended: bool = False
+    #: Whether fetched blocks were placed: some blocks are available after the step only.
+    placed: bool = False
     #: Tokens of the group that others were preempted for: not in ``budget`` until that group is admitted.
     held_back: int = 0
     num_prompt_tokens: int = 0
     #: Computed tokens that preemption by recompute has lost in this step, and the sequences that ran before.
     lost_tokens: int = 0
     lost_seqs: int = 0
+
+    def add_prompt(self, group: SequenceGroup, chunks: Chunks) -> None:
+        """Takes the chunks of a prompt from the budget."""
+        tokens = sum([n for _, n in chunks])
+        self.budget -= tokens
+        self.prompts.append((group, tokens))
 
     def begin_decodes(self, steady: Decodes, apart: list[int], others: list[Sequence]) -> None:
         """Schedules a token of each steady sequence, and of each of the others."""
@@ -135,10 +145,18 @@ class Step(msgspec.Struct, eq=False):
         self.decodes.extend(seqs)
 
 
-def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, options: SchedulerOptions) -> Chunks:
+def prompt_limit(queues: SchedulingState, group: SequenceGroup, step: Step) -> int | None:
+    """``Policy.prompt_limit`` beside the prompts of a step."""
+    return queues.policy.prompt_limit(group, step.prompts) if queues.policy.limits_prompts else None
+
+
+def prompt_chunks(
+    blocks: BlockManager, group: SequenceGroup, budget: int, options: SchedulerOptions, limit: int | None = None
+) -> Chunks:
     """The chunks that a prefilling group computes within a budget of tokens and the room behind its windows.
 
-    A prompt that must be computed whole and exceeds every step's budget has a step of its own.
+    ``limit``: the policy's, above 0, for prompts that may be cut. A prompt that must be computed whole and exceeds the
+    budget of every step has a step of its own.
     """
     held_back = 1 if len(group.seqs) > 1 else 0  # the last token of each: a group samples together
     # Prompts are computed whole without chunked prefill, and by ``prefill_first``: there not after preemption, as with
@@ -150,6 +168,8 @@ def prompt_chunks(blocks: BlockManager, group: SequenceGroup, budget: int, optio
         most = budget = min(budget, blocks.max_chunk)
         if group.is_long:
             budget = min(budget, options.long_prefill_token_threshold)
+        if limit is not None:
+            budget = min(budget, limit)
     chunks: Chunks = []
     for seq in group.seqs:
         if seq.shared_prefix is not None:
@@ -240,8 +260,11 @@ def schedule_prefill(queues: SchedulingState, group: SequenceGroup, chunks: Chun
 
 def make_plan(queues: SchedulingState, step: Step, number: int) -> StepPlan:
     """The plan of a scheduled step (vLLM: ``SchedulerOutput``), with the pending block moves and new sequences."""
+    plan = StepPlan(step=number)
+    if queues.blocks.stored is not None:
+        queues.blocks.stored.add_to(plan, step.now)
     moves = queues.blocks.take_moves()
-    plan = StepPlan(step=number, blocks_to_swap_out=moves.swap_out, blocks_to_swap_in=moves.swap_in)
+    plan.blocks_to_swap_out, plan.blocks_to_swap_in = moves.swap_out, moves.swap_in
     plan.blocks_to_copy = moves.copy
     plan.seq_ids = step.decodes.seq_ids.copy()
     plan.num_tokens = [1] * len(plan.seq_ids)

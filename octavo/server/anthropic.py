@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
@@ -12,6 +13,7 @@ from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo.core.cache_hints import ANTHROPIC_SECONDS
 from octavo.core.sampling_params import DefaultMaxTokens, StructuredOutputsParams
 from octavo.server.answer_format import AnswerFormat
 from octavo.server.chat import Chat, ChoiceEvents, num_chat_tokens, prepare_chat
@@ -30,6 +32,7 @@ from octavo.server.http.bodies import run_in_thread_if_large
 from octavo.server.http.errors import ApiError, anthropic_error, invalid_at
 from octavo.server.http.streaming import Event, PendingChat
 from octavo.server.openai.protocol import SamplingFields
+from octavo.server.prompt_cache import CacheControl, MarkedConversation, Marks, check_marks
 from octavo.server.prompt_inputs import THINKING_VARIABLES
 from octavo.server.state import ServerState, state_of
 from octavo.server.tool_parsers.tool_parser import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
@@ -97,12 +100,19 @@ class _PendingMessage(PendingChat):
         return b"event: error\ndata: " + anthropic_error(error) + b"\n\n"
 
     def _usage(self) -> MessageUsage:
-        usage = self.chat.generation.usage()
-        cached = usage.prompt_tokens_details.cached_tokens
+        generation = self.chat.generation
+        usage = generation.usage()
+        cached, created = generation.cached_tokens, generation.created_tokens
+        hints = generation.options.cache_hints
+        hour = [mark.num_tokens for mark in hints.breakpoints if mark.ttl == ANTHROPIC_SECONDS["1h"]] if hints else []
+        in_hour = min(created, max(0, max(hour, default=0) - cached))
         return MessageUsage(
-            input_tokens=usage.prompt_tokens - cached,
+            input_tokens=usage.prompt_tokens - cached - created,
             cache_read_input_tokens=cached,
-            cache_creation_input_tokens=0,
+            cache_creation_input_tokens=created,
+            cache_creation=CacheCreation(
+                ephemeral_1h_input_tokens=in_hour, ephemeral_5m_input_tokens=created - in_hour
+            ),
             output_tokens=usage.completion_tokens,
             output_tokens_details=MessageTokensDetails(thinking_tokens=self.chat.generation.reasoning_tokens or 0),
         )
@@ -127,22 +137,24 @@ def chat_call(service: ServerState, body: CountTokensRequest) -> ChatCall:
     if continues and "tool_calls" in messages[-1]:
         raise invalid_at("messages", "the last message uses a tool; its tool_result must follow")
     variables, thinking, config = body.chat_template_kwargs or {}, body.thinking, body.output_config
+    tools = _read_tools(service, body)
     answer_format = None
     if config is not None and config.format is not None:
         answer_format = AnswerFormat("output_config.format.schema", StructuredOutputsParams(json=config.format.schema_))
     fields: dict[str, Any] = {}
     if thinking is not None and thinking.budget_tokens is not None and body.thinking_token_budget is None:
         fields["thinking_token_budget"] = thinking.budget_tokens
-    max_tokens = None
+    max_tokens, marked = None, list[MarkedConversation]()
     if isinstance(body, MessagesRequest):
         # As in Anthropic's API, the context may end the message: agents ask for the maximum.
         max_tokens = DefaultMaxTokens(body.max_tokens)
+        marked = _marked(body, tools)
         fields |= {"stop": body.stop_sequences, "user": body.metadata and body.metadata.user_id}
     # Variables that the request sets itself count more than ``thinking``.
     switches = thinking is not None and thinking.type != "adaptive" and not variables.keys() & set(THINKING_VARIABLES)
     return ChatCall(
         messages=messages,
-        tools=_read_tools(service, body),
+        tools=tools,
         variables=variables,
         thinks=thinking.type == "enabled" if thinking is not None and switches else None,
         reasoning_effort=None if config is None else config.effort,
@@ -151,14 +163,64 @@ def chat_call(service: ServerState, body: CountTokensRequest) -> ChatCall:
         answer_format=answer_format,
         max_tokens=max_tokens,
         includes_reasoning=thinking is None or thinking.display != "omitted",
+        marked=marked,
         names=_NAMES,
     )
 
 
-def _chat_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+def _marked(body: MessagesRequest, tools: RequestTools) -> list[MarkedConversation]:
+    """The conversation with marks behind the blocks that have a ``cache_control``."""
+    controls = [(f"tools[{i}]", getattr(tool, "cache_control", None)) for i, tool in enumerate(body.tools or [])]
+    if isinstance(body.system, list):
+        controls += [(f"system[{i}]", block.cache_control) for i, block in enumerate(body.system)]
+    num_before = len(controls)
+    for i, message in enumerate(body.messages):
+        blocks = [] if isinstance(message.content, str) else message.content
+        for k, block in enumerate(blocks):
+            inner = block.content if isinstance(block, ToolResultParam) and isinstance(block.content, list) else []
+            path = f"messages[{i}].content[{k}]"
+            controls += [(f"{path}.content[{j}]", each.cache_control) for j, each in enumerate(inner)]
+            controls.append((path, _control_of(block)))
+    if (automatic := body.cache_control) is not None:
+        explicit = controls[-1][1] if len(controls) > num_before else None
+        if explicit is not None and explicit.seconds != automatic.seconds:
+            raise invalid_at("cache_control", f"has another ttl than that of the last block, {controls[-1][0]}")
+        if explicit is None:
+            controls.append(("", automatic))
+    named = [(f"{path}.cache_control".lstrip("."), control) for path, control in controls]
+    check_marks([(path, control.seconds) for path, control in named if control is not None])
+    marked = []
+    if tools.shown is not None and any(control for path, control in controls if path.startswith("tools")):
+        marks, by_name = Marks(), {tool.name: tool for tool in body.tools or [] if isinstance(tool, ClientTool)}
+        shown = [marks.add_to_function(one, _seconds_of(by_name[one["function"]["name"]])) for one in tools.shown]
+        marked.append(MarkedConversation(marks, _chat_messages(body), replace(tools, shown=shown)))
+    if any(control for path, control in controls if not path.startswith("tools")):
+        marks = Marks()
+        marked.append(MarkedConversation(marks, _chat_messages(body, marks), tools))
+    return marked
+
+
+def _control_of(block: Any) -> CacheControl | None:
+    control: CacheControl | None = getattr(block, "cache_control", None)  # thinking has none
+    return control
+
+
+def _seconds_of(block: Any) -> float | None:
+    control = _control_of(block)
+    return None if control is None else control.seconds
+
+
+def _chat_messages(body: CountTokensRequest, marks: Marks | None = None) -> list[dict[str, Any]]:
+    """The messages of a chat; ``marks``: puts one behind each block with a ``cache_control``, and at the end if the
+    request has one.
+    """
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _text_parts(body.system)})
+        parts = _text_parts(body.system)
+        if marks is not None and isinstance(body.system, list):
+            marked = zip(parts, body.system, strict=True)
+            parts = [part for text, block in marked for part in marks.add_to_parts([text], _seconds_of(block))]
+        messages.append({"role": "system", "content": parts})
     tool_use_ids: set[str] = set()
     for i, message in enumerate(body.messages):
         content = message.content
@@ -167,18 +229,25 @@ def _chat_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
             messages.append({"role": message.role, "content": ""})
         for k, block in enumerate(blocks):
             path = f"messages[{i}].content[{k}]"
+            seconds = None if marks is None else _seconds_of(block)
+            if marks is not None and seconds is None and i == len(body.messages) - 1 and k == len(blocks) - 1:
+                seconds = _seconds_of(body)
             if isinstance(block, ToolResultParam | WebSearchResultParam):
-                messages.append(_tool_message(block, tool_use_ids, path))
+                messages.append(tool_message := _tool_message(block, tool_use_ids, path, marks))
+                if marks is not None:
+                    tool_message["content"] = marks.add_to_parts(tool_message["content"], seconds)
                 continue
             # Consecutive messages of a role are one turn.
             if not messages or messages[-1]["role"] != message.role or isinstance(messages[-1]["content"], str):
                 messages.append({"role": message.role, "content": []})
             turn = messages[-1]
             if isinstance(block, ContentBlock):
-                turn["content"] += _parts(block, path)
+                parts = _parts(block, path)
+                turn["content"] += parts if marks is None else marks.add_to_parts(parts, seconds)
             elif isinstance(block, ToolUseParam | ServerToolUseParam):
                 tool_use_ids.add(block.id)
-                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                given = block.input if marks is None else marks.add_to_json(block.input, seconds)
+                function = {"name": block.name, "arguments": json.dumps(given, ensure_ascii=False)}
                 turn.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
             else:
                 turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
@@ -190,7 +259,9 @@ def _chat_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _tool_message(block: ToolResultParam | WebSearchResultParam, tool_use_ids: set[str], path: str) -> dict[str, Any]:
+def _tool_message(
+    block: ToolResultParam | WebSearchResultParam, tool_use_ids: set[str], path: str, marks: Marks | None = None
+) -> dict[str, Any]:
     if block.tool_use_id not in tool_use_ids:
         raise invalid_at(f"{path}.tool_use_id", f"there is no tool_use {block.tool_use_id[:100]!r} before it")
     content: list[dict[str, Any]] = []
@@ -205,7 +276,8 @@ def _tool_message(block: ToolResultParam | WebSearchResultParam, tool_use_ids: s
         content = _text_parts(block.content)
     else:
         for k, inner in enumerate(block.content or []):
-            content += _parts(inner, f"{path}.content[{k}]")
+            parts = _parts(inner, f"{path}.content[{k}]")
+            content += parts if marks is None else marks.add_to_parts(parts, _seconds_of(inner))
     if isinstance(block, ToolResultParam) and block.is_error:
         # A chat message has no field for it.
         has_text = bool(content) and "text" in content[0]
@@ -353,6 +425,7 @@ class GrowingMessage:
 class TextBlockParam(RequestModel):
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 class ImageSource(RequestModel):
@@ -365,6 +438,7 @@ class ImageSource(RequestModel):
 class ImageBlockParam(RequestModel):
     type: Annotated[Literal["image"], SEEN]
     source: ImageSource
+    cache_control: CacheControl | None = None
 
 
 def _is_readable(kind: str | None) -> str | None:
@@ -398,6 +472,7 @@ class DocumentBlockParam(RequestModel):
     source: DocumentSource
     title: str | None = None
     context: str | None = None
+    cache_control: CacheControl | None = None
 
 
 class SearchResultParam(RequestModel):
@@ -407,6 +482,7 @@ class SearchResultParam(RequestModel):
     source: str
     title: str
     content: list[TextBlockParam]
+    cache_control: CacheControl | None = None
 
 
 class ToolUseParam(RequestModel):
@@ -414,6 +490,7 @@ class ToolUseParam(RequestModel):
     id: str
     name: str
     input: dict[str, Any]
+    cache_control: CacheControl | None = None
 
 
 ContentBlock = TextBlockParam | ImageBlockParam | DocumentBlockParam | SearchResultParam
@@ -424,6 +501,7 @@ class ToolResultParam(RequestModel):
     tool_use_id: str
     content: str | list[Annotated[ContentBlock, Field(discriminator="type")]] | None = None
     is_error: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class ServerToolUseParam(RequestModel):
@@ -431,6 +509,7 @@ class ServerToolUseParam(RequestModel):
     id: str
     name: Annotated[str | None, AfterValidator(_is_named), Field(validate_default=True)] = None
     input: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+    cache_control: CacheControl | None = None
 
 
 class WebSearchResult(RequestModel):
@@ -451,6 +530,7 @@ class WebSearchResultParam(RequestModel):
     type: Literal["web_search_tool_result"]
     tool_use_id: str
     content: list[WebSearchResult] | WebSearchError
+    cache_control: CacheControl | None = None
 
 
 class ThinkingParam(RequestModel):
@@ -486,6 +566,7 @@ class ClientTool(RequestModel):
     description: str | None = None
     input_examples: list[dict[str, Any]] | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class OtherTool(RequestModel):
@@ -565,6 +646,7 @@ class CountTokensRequest(SamplingFields, EngineFields):
     output_config: OutputConfig | None = Field(None, description="effort, and the format of the text as a JSON schema.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables for the template.")
     context_management: ContextManagement | None = Field(None, description="Only edits that keep everything.")
+    cache_control: CacheControl | None = Field(None, description="Hold the prompt up to the last block for its ttl.")
 
 
 class MessagesRequest(CountTokensRequest):
@@ -602,10 +684,16 @@ class MessageTokensDetails(ResponseModel):
     thinking_tokens: int
 
 
+class CacheCreation(ResponseModel):
+    ephemeral_1h_input_tokens: int
+    ephemeral_5m_input_tokens: int
+
+
 class MessageUsage(ResponseModel):
-    input_tokens: int = Field(description="Prompt tokens without prefix cache hits.")
+    input_tokens: int = Field(description="Prompt tokens that were neither found nor are held now.")
     cache_read_input_tokens: int = Field(description="Prefix cache hits of the prompt, in tokens.")
-    cache_creation_input_tokens: int = Field(description="Always 0: cache writes are not counted.")
+    cache_creation_input_tokens: int = Field(description="Tokens up to the last mark that were not found, held now.")
+    cache_creation: CacheCreation = Field(description="The same by time to live.")
     output_tokens: int
     output_tokens_details: MessageTokensDetails
 

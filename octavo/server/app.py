@@ -103,6 +103,9 @@ def api_routes(options: ServerOptions) -> list[ApiRoute]:
             changed("POST", "/admin/drain", "status_routes:drain"),
             changed("POST", "/admin/undrain", "status_routes:undrain"),
             changed("POST", "/admin/restart", "status_routes:restart"),
+            changed("POST", "/v1/cache/pin", "cache_routes:pin"),
+            changed("POST", "/v1/cache/release", "cache_routes:release"),
+            seen("GET", "/v1/cache", "cache_routes:list_cache"),
         ]
     if options.enable_lora_routes:
         changed = partial(server, errors=no_adapter, is_operators=True)

@@ -29,6 +29,7 @@ from octavo.server.answer_format import (
 )
 from octavo.server.generation import make_generation
 from octavo.server.http.errors import renamed_errors, unsupported
+from octavo.server.prompt_cache import ends_of_marks
 from octavo.server.prompt_inputs import (
     THINKING_VARIABLES,
     chat_tokens,
@@ -41,6 +42,7 @@ from octavo.server.tool_parsers.formats import Hermes
 from octavo.server.tool_parsers.tool_parser import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart, ToolParser
 
 if TYPE_CHECKING:
+    from octavo.core.cache_hints import Breakpoint
     from octavo.core.request import TokensPrompt
     from octavo.server.chat_call import ChatCall, RequestTools
     from octavo.server.generation import Generation
@@ -83,6 +85,7 @@ async def begin_chat(
         prediction=prediction,
         visible_tokens=prompt.visible_tokens,
         reasoning=prompt.marks,
+        breakpoints=prompt.breakpoints,
     )
     grammar_has_tools = _constrain_answer(service, generation.params, prompt, call.tools)
     return Chat(call, generation, prompt, grammar_has_tools)
@@ -112,6 +115,8 @@ class ChatPrompt:
     grammar_begins_after: list[int]
     #: Text before an answer in the model's format, which the grammar writes.
     answer_header: str = ""
+    #: Where the blocks end up to which the prefix cache shall hold the prompt.
+    breakpoints: Sequence[Breakpoint] = ()
 
 
 async def make_chat_prompt(service: ServerState, request: Request, call: ChatCall) -> ChatPrompt:
@@ -120,6 +125,7 @@ async def make_chat_prompt(service: ServerState, request: Request, call: ChatCal
     template, tools = await choose_request_template(service, request, call), call.tools
     render = partial(render_chat, service, template, call)
     text = await render()
+    ends = await ends_of_marks(call, text, partial(render_chat, service, template))
     tool_parser, call_format = _choose_tool_parser(service, call, template)
     reasoning = service.formats.reasoning_parser(template.text)
     if call.continues and call_format is not None:
@@ -138,8 +144,9 @@ async def make_chat_prompt(service: ServerState, request: Request, call: ChatCal
         interrupts = tuple(dict.fromkeys((*reasoning.interrupts, *tool_parser.begins)))
     markers = tool_parser.markers if tool_parser else ()
     markers += (reasoning.start, reasoning.end, *reasoning.markers) if reasoning else ()
+    tokens, breakpoints = await chat_tokens(service, request, call, text, ends)
     return ChatPrompt(
-        await chat_tokens(service, request, call, text),
+        tokens,
         tool_parser,
         call_format,
         (reasoning, state) if reasoning is not None and call.separates_reasoning else None,
@@ -147,6 +154,7 @@ async def make_chat_prompt(service: ServerState, request: Request, call: ChatCal
         reasoning.marks(state is Thinking.INSIDE, interrupts) if reasoning else None,
         begins_after,
         answer_header,
+        breakpoints,
     )
 
 

@@ -9,15 +9,17 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel
 from pydantic_core import from_json
 
+from octavo.core.cache_hints import MAX_BREAKPOINTS
 from octavo.server.answer_format import AnswerFormat, read_answer_format
 from octavo.server.http.errors import invalid_at, unsupported
 from octavo.server.openai.protocol import CustomTool, FormFields, FunctionTool, GenerationRequest, ImagePart, TextPart
+from octavo.server.prompt_cache import MarkedConversation, Marks, seconds_of
 
 if TYPE_CHECKING:
     from octavo.server.openai.protocol import ChatCompletionRequest, ChatMessage, TemplateOptions, Tool, ToolChoice
@@ -254,6 +256,8 @@ class ChatCall(Conversation):
     separates_reasoning: bool = True
     #: Text before the answer in the response.
     echo: str = ""
+    #: The conversation with marks behind blocks: the prefix cache shall hold the prompt up to there.
+    marked: Sequence[MarkedConversation] = ()
     #: Paths in errors -> the route's, where they differ.
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -300,6 +304,7 @@ def read_chat(
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.leave_out_tool)
     return ChatCall(
         **conversation_fields(body, messages, tools),
+        marked=_marked(body, messages, tools),
         fields=generation_fields(body),
         answer_format=read_answer_format(body),
         max_tokens=max_tokens,
@@ -313,6 +318,42 @@ def read_chat(
         echo=_echo(messages) if body.echo else "",
         names=names,
     )
+
+
+def _marked(
+    body: ChatCompletionRequest, messages: Sequence[ChatMessage], tools: RequestTools
+) -> list[MarkedConversation]:
+    """The conversation with its last marks, at most ``MAX_BREAKPOINTS``."""
+    ends: list[tuple[int, int]] = []  # (message, part); -1 is the last part
+    for i, message in enumerate(messages):
+        parts = message.content if isinstance(message.content, list) else []
+        ends += [(i, k) for k, part in enumerate(parts) if _seconds_of(part) is not None]
+        ends += [(i, -1)] if _seconds_of(message) is not None else []
+    offered = [tool for tool in body.tools or () if isinstance(tool, FunctionTool | CustomTool)]
+    marked, ends = [], ends[-MAX_BREAKPOINTS:]
+    room = MAX_BREAKPOINTS - len(ends)
+    if tools.shown is not None and room and (places := [k for k, t in enumerate(offered) if _seconds_of(t)][-room:]):
+        marks, shown = Marks(), list(tools.shown)
+        for k in places:
+            shown[k] = marks.add_to_function(shown[k], _seconds_of(offered[k]))
+        plain = [message_for_template(message) for message in messages]
+        marked.append(MarkedConversation(marks, plain, replace(tools, shown=shown)))
+    if ends:
+        marks, copies = Marks(), [message_for_template(message) for message in messages]
+        for i, k in reversed(ends):  # a mark behind an image is one more part
+            copy, content = copies[i], messages[i].content
+            if isinstance(content, str):
+                copy["content"] = marks.add(content, _seconds_of(messages[i]))
+            elif content:
+                before, one, after = copy["content"][:k], copy["content"][k], copy["content"][k:][1:]
+                seconds = _seconds_of(messages[i] if k == -1 else content[k])
+                copy["content"] = [*before, *marks.add_to_parts([one], seconds), *after]
+        marked.append(MarkedConversation(marks, copies, tools))
+    return marked
+
+
+def _seconds_of(marked: Any) -> float | None:
+    return seconds_of(marked.cache_control, getattr(marked, "prompt_cache_breakpoint", None))
 
 
 def conversation_fields(body: TemplateOptions, messages: Sequence[ChatMessage], tools: RequestTools) -> dict[str, Any]:

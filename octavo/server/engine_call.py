@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from starlette.requests import Request
 
+from octavo.core.cache_hints import Breakpoint
 from octavo.core.errors import InvalidRequestError
 from octavo.core.failures import NOT_FINITE
 from octavo.core.outputs import CompletionOutput, Pooled, PoolingParams, RequestOutput
@@ -28,6 +29,7 @@ from octavo.server.http.middleware import client_of, owner_of
 from octavo.server.http.streaming import cancel_tasks
 from octavo.server.logging import log_fields, log_prompt
 from octavo.server.metrics import COMPLETE, RequestObserver
+from octavo.server.prompt_cache import cache_hints
 
 if TYPE_CHECKING:
     from octavo.server.state import ServedModel, ServerState
@@ -48,7 +50,13 @@ def new_response_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def request_options(request: Request, body: Any, adapter: LoRARequest | None = None, **others: Any) -> RequestOptions:
+def request_options(
+    request: Request,
+    body: Any,
+    adapter: LoRARequest | None = None,
+    breakpoints: Sequence[Breakpoint] = (),
+    **others: Any,
+) -> RequestOptions:
     """The options of an engine request from the fields that all bodies share, and ``others``."""
     return RequestOptions(
         priority=body.priority or 0,
@@ -58,6 +66,7 @@ def request_options(request: Request, body: Any, adapter: LoRARequest | None = N
         tpot_target=getattr(body, "tpot_target", None),
         lora_request=adapter,
         client=client_of(request),
+        cache_hints=cache_hints(body, breakpoints),
         **others,
     )
 
@@ -89,8 +98,10 @@ class EngineCall(Generic[Output]):
     created: int = field(default_factory=lambda: int(time.time()))
     #: Tokens of the choices that are returned, or would have been.
     completion_tokens: int = 0
-    #: Prefix cache hits and draft tokens of the prompts that have finished.
+    #: Prefix cache hits of the prompts that run or have finished; and tokens that were not found, and are held now.
     cached_tokens: int = 0
+    created_tokens: int = 0
+    #: Draft tokens of the prompts that have finished.
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
@@ -185,7 +196,11 @@ class EngineCall(Generic[Output]):
         observer = RequestObserver(service.metrics, self.model.name if self.model.adapter else None, task)
         try:
             with closing(stream):
+                is_first = True
                 async for output in stream:
+                    if is_first:
+                        self._count_begin(output)
+                        is_first = False
                     if isinstance(output, RequestOutput):
                         observer.update(output)
                         ends = [completion for completion in output.outputs if completion.finished]
@@ -204,8 +219,12 @@ class EngineCall(Generic[Output]):
             self.completion_tokens += stream.request.num_untaken_tokens
             observer.close(stream.request.num_untaken_tokens)
 
+    def _count_begin(self, output: RequestOutput | Pooled) -> None:
+        cached, held = output.metrics.num_cached_tokens, output.metrics.num_held_tokens
+        self.cached_tokens += cached
+        self.created_tokens += max(0, held - cached)
+
     def _count_end(self, output: RequestOutput | Pooled, observer: RequestObserver) -> None:
-        self.cached_tokens += output.metrics.num_cached_tokens
         self.draft_tokens += output.metrics.num_draft_tokens
         self.accepted_tokens += output.metrics.num_accepted_draft_tokens
         self.service.queue.observe(output)

@@ -252,8 +252,23 @@ class ThinkingFields(RequestModel):
 # Fields of OpenAI's API and of other engines that are not supported (``octavo/core/foreign.json``).
 
 
+class PromptCacheOptions(RequestModel):
+    """The field ``prompt_cache_options`` of OpenAI's API."""
+
+    mode: Literal["implicit", "explicit"] | None = Field(None, description="explicit: hold marked prefixes only.")
+    ttl: Literal["30m"] | None = Field(None, description="Hold the prompt's prefix this long after its last use.")
+
+
 class Labels(RequestModel):
     """Labels and hints that all routes that generate accept."""
+
+    prompt_cache_key: Name | None = Field(
+        None, description="The conversation: its latest prompt is held in the prefix cache, at one replica."
+    )
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        None, description="How long the prompt is held in the prefix cache after its last use; in_memory: 10 minutes."
+    )
+    prompt_cache_options: PromptCacheOptions | None = Field(None, description="mode and ttl of the prompt's prefix.")
 
 
 class QueuedFields(Labels):

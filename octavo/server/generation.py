@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import Request
 
 from octavo import __version__
+from octavo.core.cache_hints import Breakpoint
 from octavo.core.model_config import ReasoningMarks
 from octavo.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from octavo.core.request import TokensPrompt
@@ -71,6 +72,8 @@ class Generation(EngineCall[RequestOutput]):
             total_tokens=prompt + completion,
             prompt_tokens_details=protocol.PromptDetails(cached_tokens=self.cached_tokens),
         )
+        if self.options.cache_hints is not None:
+            usage.prompt_tokens_details.cache_write_tokens = self.created_tokens
         details: dict[str, int] = {}
         if self.draft_tokens or self.options.prediction is not None:
             details["accepted_prediction_tokens"] = self.accepted_tokens
@@ -113,11 +116,13 @@ def make_generation(
     prediction: list[int] | None = None,
     visible_tokens: frozenset[int] = frozenset(),
     reasoning: ReasoningMarks | None = None,
+    breakpoints: Sequence[Breakpoint] = (),
 ) -> Generation:
     """Checks the size and the parameters of a request and prepares its generation.
 
     ``prefix`` begins the response id. ``names``: of fields of ``SamplingParams``, and "prompt", in the request, for
-    later errors. The last three are fields of ``RequestOptions``.
+    later errors. ``prediction``, ``visible_tokens`` and ``reasoning`` are fields of ``RequestOptions``; ``breakpoints``
+    is part of its ``cache_hints``.
     """
     if body.stream_options is not None and not body.stream:
         raise invalid_at("stream_options", "is allowed only with stream=true")
@@ -133,6 +138,8 @@ def make_generation(
             is_explicit = max_tokens is not None and not isinstance(max_tokens, DefaultMaxTokens)
             most = max(1, inputs.max_model_len - (max_tokens if is_explicit and max_tokens is not None else 1))
         prompts = [truncate_prompt(prompt, most, body.truncation_side or "left") for prompt in prompts]
+        if [len(prompt["prompt_token_ids"]) for prompt in prompts] != lengths:
+            breakpoints = ()
     params: SamplingParams | BeamSearchParams
     if body.use_beam_search:
         if logprobs is not None:
@@ -154,7 +161,13 @@ def make_generation(
     for prompt in prompts:
         inputs.check_length(len(prompt["prompt_token_ids"]), max_tokens)
     options = request_options(
-        request, body, model.adapter, prediction=prediction, visible_tokens=visible_tokens, reasoning=reasoning
+        request,
+        body,
+        model.adapter,
+        breakpoints,
+        prediction=prediction,
+        visible_tokens=visible_tokens,
+        reasoning=reasoning,
     )
     return Generation(
         service=service,

@@ -18,14 +18,18 @@ from octavo.core.outputs import RequestOutput
 from octavo.core.stats import (
     CAPACITY,
     STEP_TOKENS,
+    STORE_UP,
     AdapterStats,
     Family,
     GrammarStats,
     GroupState,
+    RetentionStats,
     SchedulerState,
     SchedulerStats,
     SpeculationStats,
     Statistic,
+    StoreStats,
+    StoreTierStats,
     statistics,
 )
 from octavo.core.stats import Histogram as HistogramCounts
@@ -324,8 +328,13 @@ def declared_families(*kinds: type[Struct]) -> list[Family]:
     return [family for family in dict.fromkeys(declared) if not family.is_offline]
 
 
-#: Families with a series for each replica; those of drafts and of adapters have series where there are any.
-FAMILIES = [CAPACITY, *declared_families(SchedulerStats, GroupState, SpeculationStats, AdapterStats)]
+#: Families with a series for each replica; those of drafts, adapters and KV stores have series where there are any.
+FAMILIES = [
+    CAPACITY,
+    STORE_UP,
+    *declared_families(SchedulerStats, GroupState, SpeculationStats, AdapterStats, RetentionStats),
+    *declared_families(StoreStats, StoreTierStats),
+]
 
 
 class StatisticSeries:
@@ -368,7 +377,7 @@ class ReplicaMetrics(StatisticSeries):
     def __init__(self, families: Mapping[Family, Callable[..., Any]], replica: str) -> None:
         super().__init__(families, replica)
         self.prefill_tokens, self.decode_tokens = (families[STEP_TOKENS](replica, p) for p in ("prefill", "decode"))
-        self._capacity = families[CAPACITY](replica)
+        self._capacity, self._up = families[CAPACITY](replica), partial(families[STORE_UP], replica)
         self.show(SchedulerState())
 
     def show(self, stats: SchedulerState) -> None:
@@ -378,8 +387,15 @@ class ReplicaMetrics(StatisticSeries):
             self.show_fields(GroupState, group, str(number), group.kind)
         if stats.adapters is not None:
             self.show_fields(AdapterStats, stats.adapters)
+        if stats.retention is not None:
+            self.show_fields(RetentionStats, stats.retention)
         if stats.speculation is not None:
             self.show_fields(SpeculationStats, stats.speculation)
+        if stats.stores is not None:
+            self.show_fields(StoreStats, stats.stores)
+            for tier in stats.stores.tiers:
+                self.show_fields(StoreTierStats, tier, tier.tier)
+                self._up(tier.tier).set(not tier.trouble)
 
 
 class Total:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from starlette.requests import Request
 
 from octavo.config.server_options import ServerOptions
+from octavo.core.cache_hints import Breakpoint
 from octavo.core.errors import CONTEXT_LENGTH, ConfigError, InvalidRequestError
 from octavo.core.request import TokensPrompt
 from octavo.engine.chat_messages import names_role, template_variables
@@ -25,9 +26,11 @@ from octavo.server.http.errors import invalid_at, unsupported
 from octavo.server.http.middleware import client_of
 from octavo.server.http.streaming import with_cancellation
 from octavo.server.openai.protocol import EncoderDecoderParts
+from octavo.server.prompt_cache import breakpoints_of, common_prefix
 
 if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
+    from octavo.engine.image_prompts import ImagePrompts
     from octavo.engine.tokenizer import Tokenizer
     from octavo.images.image_reader import ImageReader
     from octavo.images.image_sources import ImageFetcher
@@ -302,21 +305,50 @@ def _check_variables(service: ServerState, template_variables: Set[str], variabl
         raise invalid_at("chat_template_kwargs", problem, "unknown_parameter")
 
 
-async def chat_tokens(service: ServerState, request: Request, call: ChatCall, text: str) -> TokensPrompt:
-    """The prompt of a conversation that was rendered as ``text``, with its images."""
+async def chat_tokens(
+    service: ServerState, request: Request, call: ChatCall, text: str, ends: Sequence[tuple[int, float]] = ()
+) -> tuple[TokensPrompt, list[Breakpoint]]:
+    """The prompt of a conversation that was rendered as ``text``, with its images; and its breakpoints.
+
+    ``ends``: of marked blocks, in characters, with the seconds to hold what is before.
+    """
     # The chat template adds the special tokens itself.
-    [token_ids] = await encode(service, [text], add_special_tokens=call.add_special_tokens, param="messages")
+    breakpoints: list[Breakpoint] = []
+    if ends:
+        _check_length(service, len(text), "messages")
+        tokenize, special = service.llm.tokenizer.encode_with_ends, call.add_special_tokens
+        is_short = len(text) < _SHORT
+        token_ids, token_ends = (
+            tokenize(text, special) if is_short else await asyncio.to_thread(tokenize, text, special)
+        )
+        breakpoints = breakpoints_of(ends, token_ends)
+    else:
+        [token_ids] = await encode(service, [text], add_special_tokens=call.add_special_tokens, param="messages")
     prompts, urls = service.llm.inputs.image_prompts, service.images.urls(call.messages)
     if prompts is None:
-        return TokensPrompt(prompt=text, prompt_token_ids=token_ids)
+        return TokensPrompt(prompt=text, prompt_token_ids=token_ids), breakpoints
     if urls and call.fields.truncate_prompt_tokens is not None:
         raise unsupported("truncate_prompt_tokens", "is not supported with images")
     images = []
     if urls:
         images = await queued(service, request, lambda: service.images.read(urls, client_of(request)))
     # Without images too: the text may contain a placeholder.
-    token_ids, features = await asyncio.to_thread(prompts.expand, token_ids, images)
-    return TokensPrompt(prompt=text, prompt_token_ids=token_ids, multi_modal_data={"image": features})
+    whole, features = await asyncio.to_thread(prompts.expand, token_ids, images)
+    if images and breakpoints:
+        breakpoints = await asyncio.to_thread(_expanded, prompts, breakpoints, token_ids, images, whole)
+    return TokensPrompt(prompt=text, prompt_token_ids=whole, multi_modal_data={"image": features}), breakpoints
+
+
+def _expanded(
+    prompts: ImagePrompts, breakpoints: list[Breakpoint], token_ids: list[int], images: list[Any], whole: list[int]
+) -> list[Breakpoint]:
+    """The breakpoints of a prompt after ``ImagePrompts.expand``, which made ``whole`` of ``token_ids``."""
+    moved = []
+    for mark in breakpoints:
+        before = token_ids[: mark.num_tokens]
+        expanded, _ = prompts.expand(before, images[: before.count(prompts.placeholder_id)])
+        moved.append(Breakpoint(common_prefix(expanded, whole), mark.ttl))
+    return moved
 
 
 # Images of conversations.

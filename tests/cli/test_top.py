@@ -25,6 +25,8 @@ from octavo.core.stats import (
     ReplicaRow,
     SchedulerState,
     StepRecord,
+    StoreStats,
+    StoreTierStats,
 )
 
 
@@ -39,6 +41,22 @@ def event(num_blocks: int = 20, bin_size: int = 0) -> EngineEvent:
     changes = [Change("copy", 28, -1, [3, 4]), Change("swap", 27, 7, [], 4, 8)]
     view = EngineView(0, 3.0, 512, 64, state, [blocks], [group], steps, changes, 2, 0)
     return EngineEvent(1.0, [ReplicaRow(0, "ready", 1, 0)], [view], [], True)
+
+
+def test_tiers_of_kv_stores_and_fetches_are_shown() -> None:
+    shown = event()
+    [view] = shown.views
+    disk = StoreTierStats("disk", 10, 7, 5, bytes_read=3 << 20, read_seconds=2.0, held_bytes=2048, max_bytes=4 << 30)
+    view.state.stores = StoreStats(tiers=[disk, StoreTierStats("shared", errors=2, trouble="no answer")])
+    view.groups.append(GroupRow(9, "waiting", 1, 40, 0, 0, 0, 0.5, 0, 0, 0, 0, None, True))
+    view.changes.append(Change("evict", 29, -1, [5], why="ended"))
+    lines = text(shown).splitlines()
+    assert "disk: 2 KiB of 4.0 GiB held, 7 of 10 blocks found, 5 written, reads 2 MiB/s" in [
+        line.rstrip() for line in lines
+    ]
+    assert any(line.startswith("shared: ") and "does not work: no answer" in line for line in lines)
+    assert any(line.lstrip().startswith("9 ") and "fetching its prefix" in line for line in lines)
+    assert any("step 29: evict (ended) 5" in line for line in lines)
 
 
 def text(shown: EngineEvent, width: int = 100) -> str:

@@ -27,6 +27,7 @@ IDLE: list[tuple[Options, Options, Options, tuple[str, str]]] = [
     ({"data_parallel_routing": "prefix"}, {}, {"data_parallel_size": 2}, ("cpu", "cpu")),
     ({"max_loras": 8}, {}, {"enable_lora": True}, ("cpu", "cpu")),
     ({"max_lora_rank": 8}, {}, {"enable_lora": True}, ("cpu", "cpu")),
+    ({"kv_disk_bytes": 1 << 20}, {}, {"kv_disk": "a"}, ("cpu", "cpu")),
     ({"max_cpu_loras": 8}, {}, {"enable_lora": True}, ("cpu", "cpu")),
     ({"max_prompt_adapters": 8}, {}, {"enable_prompt_adapter": True}, ("cpu", "cpu")),
     ({"max_prompt_adapter_token": 8}, {}, {"enable_prompt_adapter": True}, ("cpu", "cpu")),
@@ -49,6 +50,7 @@ IDLE: list[tuple[Options, Options, Options, tuple[str, str]]] = [
         ("cpu", "cpu"),
     ),
     ({"state_checkpoint_tokens": 64}, {"enable_prefix_caching": False}, {}, ("cpu", "cpu")),
+    ({"cache_hold_share": 0.3}, {"enable_prefix_caching": False}, {}, ("cpu", "cpu")),
     ({"jump_forward": True}, {"async_scheduling": True}, {"async_scheduling": False}, ("cpu", "cuda")),
     ({"jump_forward": True}, {}, {}, ("cuda", "cpu")),
 ]

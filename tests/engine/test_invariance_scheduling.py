@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -117,6 +118,26 @@ def test_under_every_policy(alone: list[Any], policy: str, victim: str) -> None:
     outputs = run(llm)
     assert llm.llm_engine.core.scheduler.stats().preemptions_by_swap > 0
     assert [everything(o) for o in outputs] == alone
+
+
+def test_fair_preempts_a_flood_and_cuts_its_prompts(alone: list[Any]) -> None:
+    llm = load(scheduling_policy="fair", max_num_seqs=7)
+    engine = llm.llm_engine
+
+    def add(numbers: Iterable[int], user: str) -> None:
+        for i in numbers:
+            engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i]}, PARAMS[i], user=user, streaming=False)
+
+    add(range(5), "flood")
+    outputs = [output for _ in range(3) for output in engine.step()]
+    add(range(5, 8), "victim")
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    outputs.sort(key=lambda output: int(output.request_id))
+    assert [everything(output) for output in outputs] == alone
+    stats = engine.core.scheduler.stats()
+    assert stats.preemptions_by_recompute + stats.preemptions_by_swap > 0
+    assert stats.blocks_used == 0
 
 
 @pytest.mark.slow  # by default test_async_scheduling.py says so on a tiny network

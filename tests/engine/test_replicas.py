@@ -54,6 +54,32 @@ def test_a_known_prefix_wins_until_the_load_outweighs_it() -> None:
     assert router.choose(system + prompt(70), 100) == 1, "200 outstanding tokens cost more than 160 cached ones save"
 
 
+@pytest.mark.parametrize(("share", "first_away"), [(1.0, 2), (0.5, 1), (0.01, 1)])
+def test_a_prefix_that_may_be_fetched_is_left_behind_for_less_load(share: float, first_away: int) -> None:
+    """A prefix of 160 tokens, and requests of 100: leaving it costs the share of 160 that fetching takes."""
+    router = Router(2, BLOCK)
+    for replica in range(2):
+        router.observe_fetches(replica, share)
+    system = prompt(*range(10))
+    assert router.choose(system, 160) == 0
+    router.release(0, 160)
+    assert router.choose(prompt(99), 16) == 1
+    router.release(1, 16)
+    assert [router.choose(system + prompt(60 + i), 100) for i in range(3)].index(1) == first_away
+
+
+def test_a_replica_that_fetches_slowly_keeps_to_its_own_prefixes() -> None:
+    router, system = Router(3, BLOCK), prompt(*range(10))
+    router.observe_fetches(2, 0.1)
+    assert router.choose(system, 1000) == 0
+    assert router.choose(prompt(99), 850) == 1
+    assert router.choose(system, 1) == 2, "144 tokens saved of 160, and nothing outstanding"
+    router.restart(2)
+    router.observe_fetches(1, 0.1)
+    assert router.choose(prompt(98), 800) == 2
+    assert router.choose(system, 1) == 1, "850 outstanding and 144 saved, against 800 and none, and 1000 and 160"
+
+
 def test_prefixes_of_other_salts_are_not_shared() -> None:
     router = Router(2, BLOCK)
     router.choose(prompt(1, 2, 3), 1, "alice")
@@ -61,6 +87,21 @@ def test_prefixes_of_other_salts_are_not_shared() -> None:
     assert router.choose(prompt(1, 2, 3), 1, "alice") == 0
     router.release(0, 1)
     assert router.choose(prompt(1, 2, 3), 1, "bob") == 1
+
+
+def test_a_conversation_stays_where_it_was_although_its_prompt_is_another() -> None:
+    router, key = Router(2, BLOCK), ("client", "chat")
+    assert router.choose(prompt(*range(4)), 64, key=key) == 0
+    router.release(0, 64)
+    assert router.choose(prompt(*range(100, 104)), 64, key=key) == 0
+    router.release(0, 64)
+    assert router.choose(prompt(*range(200, 204)), 64, key=("other", "chat")) == 1
+    router.release(1, 64)
+    router.choose(prompt(*range(300, 304)), 200, among=[0])
+    assert router.choose(prompt(*range(400, 404)), 64, key=key) == 1, "half of a prompt does not outweigh 200 tokens"
+    router.restart(1)
+    router.release(0, 200)
+    assert router.choose(prompt(*range(500, 504)), 64, key=key) == 0
 
 
 @pytest.mark.parametrize("routing", ["prefix", "least_loaded", "round_robin"])

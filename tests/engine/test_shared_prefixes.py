@@ -49,6 +49,29 @@ def evict_all(llm: LLM) -> None:
         llm.generate([[token] * 90], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
 
 
+def test_a_prefix_is_held_for_a_time_and_not_pinned(clean: LLM) -> None:
+    alone = answers(clean)
+    clean.llm_engine.reset_prefix_cache()
+    name = clean.add_shared_prefix(SYSTEM, ttl=3600.0)
+    stats = clean.llm_engine.stats()
+    full = len(SYSTEM) // BLOCK
+    assert stats.blocks_pinned == 0 and stats.retention is not None and stats.retention.held_blocks == full
+    evict_all(clean)
+    [output] = clean.generate([QUESTIONS[0]], PARAMS, use_tqdm=False)
+    assert output.metrics.num_cached_tokens >= full * BLOCK
+    assert answers(clean) == alone
+    clean.remove_shared_prefix(name)
+    evict_all(clean)
+    assert clean.generate([QUESTIONS[0]], PARAMS, use_tqdm=False)[0].metrics.num_cached_tokens == 0
+    assert clean.add_shared_prefix(SYSTEM, ttl=0.001)
+    kept = clean.add_shared_prefix("x" * 95, ttl=60.0)
+    with pytest.raises(ConfigError, match=r"cache_hold_share=0\.5"):
+        clean.add_shared_prefix("y" * 95, ttl=60.0)
+    assert [prefix.name for prefix in clean.shared_prefixes()] == [kept], (
+        "neither what has expired nor what was refused"
+    )
+
+
 def test_answers_are_equal_in_bits_and_the_prefix_is_not_computed(clean: LLM) -> None:
     alone = answers(clean)
     clean.llm_engine.reset_prefix_cache()

@@ -13,6 +13,7 @@ from octavo.core.failures import STEP
 from octavo.runner.model_runner import ModelRunner
 from octavo.sampling.logits_processors import Penalties
 from octavo.sampling.sampler import Sampler
+from tests.whole_outputs import everything
 
 PLAIN = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PENALTY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, n=2, repetition_penalty=1.5)
@@ -63,3 +64,20 @@ def test_an_engine_whose_every_step_fails_is_dead(tiny_model: Path, monkeypatch:
         llm.generate(["a", "b"], PLAIN, use_tqdm=False)
     with pytest.raises(EngineDeadError):
         llm.generate("a", PLAIN, use_tqdm=False)
+
+
+def test_with_several_workers_the_guilty_request_is_found_by_restarts(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed step ends all workers, and the front end sends the requests to the next ones."""
+    monkeypatch.setattr("octavo.executor.remote._GRACE", 0.2)
+    prompts = ["a", "b", "the quick brown fox", "d"]
+    params = [SamplingParams(temperature=1, seed=i, max_tokens=12, ignore_eos=True, logprobs=1) for i in range(4)]
+    right = make_llm(tiny_model).generate(prompts, params, use_tqdm=False)
+    params[1] = PENALTY
+    llm = make_llm(tiny_model, tensor_parallel_size=2, logits_processors=["tests.engine.faulty_steps:Faulty"])
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [everything(outputs[i]) for i in (0, 2, 3)] == [everything(right[i]) for i in (0, 2, 3)]
+    assert all(c.error is not None and "ZeroDivisionError: of the engine" in c.error for c in outputs[1].outputs)
+    again = llm.generate(prompts[0], params[0], use_tqdm=False)[0]
+    assert everything(again) == everything(right[0]), "the engine lives"

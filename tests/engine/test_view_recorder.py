@@ -102,6 +102,21 @@ def test_evicted_blocks_are_named() -> None:
     assert evicted and len(evicted) == views[-1].evicted_blocks == watched.engine.blocks.groups[0].cache.num_evicted
 
 
+def test_an_eviction_says_why() -> None:
+    watched = Watched(blocks=6, prefix_caching=True)
+    watched.engine.add(request(1, 15, max_tokens=2))
+    watched.run()
+    group = watched.engine.blocks.groups[0]
+    ended, held = [group.cache.on_device.at(block).digest for block in group.device.cached()][:2]
+    group.cache.hold(ended)
+    group.cache.unhold(ended, evict_first=True)
+    group.cache.follow({held: 1})
+    for group_id in (2, 3):
+        watched.engine.add(request(group_id, 15, max_tokens=2))
+    whys = [change.why for view in watched.run() for change in view.changes if change.kind == "evict"]
+    assert whys[0] == "ended" and set(whys) == {"ended", "held", "room"}
+
+
 def test_adapters_in_slots_are_shown_with_what_runs_with_them_the_busiest_first() -> None:
     watched = Watched(adapters=adapter_options(3))
     for group_id, adapter in enumerate((lora("A"), lora("B"), None, lora("B")), start=1):

@@ -16,9 +16,10 @@ from octavo.config.kv_spec import GroupShape
 from octavo.core.errors import EngineDeadError, InsufficientMemoryError
 from octavo.core.plan import StepPlan, StepResult
 from octavo.core.request import EngineCoreRequest, Generate
+from octavo.core.stats import StoreTierStats
 from octavo.engine import core
 from octavo.engine.core import EngineCore
-from octavo.executor.executor import Executor, PendingStep
+from octavo.executor.executor import Executor, PendingStep, WorkerReports, reports_of
 from octavo.process.startup import WorkerFacts
 
 
@@ -185,3 +186,27 @@ def test_an_engine_that_was_shut_down_says_so(tiny_model: Path) -> None:
     llm.llm_engine.core.shutdown()
     with pytest.raises(EngineDeadError, match="was shut down"):
         llm.generate("a", params, use_tqdm=False)
+
+
+def test_a_fetch_ends_with_its_slowest_worker_and_has_what_all_have() -> None:
+    reports = WorkerReports(3)
+
+    def combine(*results: StepResult) -> StepResult:
+        """Of ranks 0, 1 and 2; the last one's counts."""
+        others = [(rank, report) for rank, result in enumerate(results[:2]) if (report := reports_of(result))]
+        reports.combine(results[2], others, 2)
+        return results[2]
+
+    tier = StoreTierStats("disk", asked=3)
+    early = combine(
+        StepResult(1, fetched={1: 4, 2: 7}, fetch_times=[(4, 0.5), (7, 0.25)], stores=[tier]),
+        StepResult(1, fetched={1: 5}, fetch_times=[(5, 0.125)]),
+        StepResult(1, fetched={1: 6}, fetch_times=[(6, 0.25)]),
+    )
+    assert (early.fetched, early.fetch_times, early.stores) == ({1: 4}, [(4, 0.5)], [tier])
+    waiting = combine(StepResult(2), StepResult(2, fetched={2: 0}, fetch_times=[(0, 0.0)]), StepResult(2))
+    assert (waiting.fetched, waiting.fetch_times, waiting.stores) == ({}, [], [])
+    # The plan of step 3 drops fetch 2, which worker 2 has not reported, and will not.
+    late = combine(*(StepResult(3, fetched={3: n}, fetch_times=[(n, 1.0 + n)]) for n in (8, 9, 2)))
+    assert (late.fetched, late.fetch_times) == ({3: 2}, [(2, 10.0)])
+    assert not reports._fetches, "reports of dropped fetches are forgotten"

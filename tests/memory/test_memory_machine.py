@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from octavo.config.kv_spec import GroupBlocks
+from octavo.core.plan import StepPlan
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_pool import NO_BLOCK
 from octavo.memory.kv_group import AllocStatus, Moves
-from octavo.memory.prefix_cache import FeatureSpan, PrefixMatch
+from octavo.memory.prefix_cache import FeatureSpan, PrefixChain, PrefixMatch
+from octavo.memory.stored import StoreLimits
 
 #: Group, salt, and all tokens up to a position, those of a feature with its key and their place in it.
 Entry = tuple[int, str, tuple[object, ...]]
@@ -113,15 +115,18 @@ class Worker:
         self.device: list[Block] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[Block] = [[None] * block_size for _ in range(num_host_blocks)]
 
-    def move(self, moves: Moves) -> None:
+    def move(self, moves: Moves, arrived: dict[int, Block]) -> None:
+        """``arrived``: blocks from elsewhere, by device block."""
         host_targets = [target for _, target in moves.swap_out]
-        device_targets = [target for _, target in (*moves.swap_in, *moves.copy)]
+        device_targets = [*(target for _, target in (*moves.swap_in, *moves.copy)), *arrived]
         assert len(set(host_targets)) == len(host_targets)
         assert len(set(device_targets)) == len(device_targets)
         for source, target in moves.swap_out:
             self.host[target] = list(self.device[source])
         for source, target in moves.swap_in:
             self.device[target] = list(self.host[source])
+        for target, content in arrived.items():
+            self.device[target] = list(content)
         # Copies may be done all at once or one by one.
         assert not {source for source, _ in moves.copy} & {target for _, target in moves.copy}
         for source, target in moves.copy:
@@ -158,7 +163,11 @@ class MemoryMachine(RuleBasedStateMachine):
             max_num_batched_tokens=3 * block_size,
             prefix_caching=prefix_caching,
             host_cache=host_cache,
+            stores=None if any(size.state_tokens for size in sizes) else StoreLimits(step_bytes=3, max_known=6),
         )
+        #: By digest, the tokens whose last block it names; and of this step, what is read from the stores.
+        self.names: dict[bytes, Sequence] = {}
+        self.fetched: list[tuple[int, bytes]] = []
         self.prefix_caching = prefix_caching
         self.block_size = block_size
         self.worker = Worker(sum(s.num_blocks for s in sizes), num_host_blocks * len(sizes), block_size)
@@ -491,6 +500,49 @@ class MemoryMachine(RuleBasedStateMachine):
         self.manager.prefixes.register(
             sequence.seq_id, sequence.token_ids, sequence.computed, sequence.salt, sequence.features
         )
+        self.learn(sequence.token_ids[: sequence.computed], sequence.salt, sequence.features)
+
+    def learn(self, token_ids: list[int], salt: str, features: list[FeatureSpan]) -> PrefixChain:
+        chain = self.manager.prefixes.chain(token_ids, salt, features)
+        for index, digest in enumerate(chain.digests[1:], 1):
+            self.names[digest] = Sequence(-1, salt, token_ids[: index * self.block_size], features)
+        return chain
+
+    @rule(
+        tokens=TOKENS, salt=SALTS, features=st.sampled_from(FEATURES), first=st.integers(0, 3), count=st.integers(1, 9)
+    )
+    def fetch(self, tokens: list[int], salt: str, features: list[FeatureSpan], first: int, count: int) -> None:
+        """Some blocks come from the KV stores."""
+        features = [f for f in features if f.end <= len(tokens)]
+        chain, stored = self.learn(tokens, salt, features), self.manager.stored
+        if stored is None:
+            return
+        for index in range(first, min(first + count, len(chain))):
+            for number, group in enumerate(self.manager.groups):
+                had_room = group.device.num_available > 0 or group.cache.find(chain.digests[index + 1]) is not None
+                source = 7, len(self.fetched)
+                self.fetched.append((number, chain.digests[index + 1]))
+                assert stored.place(number, chain, index, tokens, source) == had_room
+
+    def block_named(self, number: int, digest: bytes) -> Block:
+        """The block of a group with this digest."""
+        wanted = self.names[digest]
+        end = len(wanted.token_ids)
+        return [wanted.entry(number, position) for position in range(end - self.block_size, end)]
+
+    def move(self) -> None:
+        """The moves of a step, with those of the stores."""
+        plan = StepPlan(0)
+        if self.manager.stored is not None:
+            self.manager.stored.add_to(plan, 0.0)
+        groups = [(g.number, range(g.device.first, g.device.first + g.device.num_blocks)) for g in self.manager.groups]
+        for block, digest in plan.blocks_to_store:
+            number = next(number for number, blocks in groups if block in blocks)
+            assert self.worker.device[block] == self.block_named(number, digest), "stored under another's name"
+        arrived = {target: self.block_named(*self.fetched[index]) for _, index, target in plan.blocks_fetched}
+        assert len(arrived) == len(plan.blocks_fetched)
+        self.worker.move(self.manager.take_moves(), arrived)
+        self.fetched = []
 
     @rule(picks=PICKS, of_prompt=st.booleans())
     def end_turn(self, picks: list[int], of_prompt: bool) -> None:
@@ -552,14 +604,14 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(really=st.integers(0, 9))
     def reset(self, really: int) -> None:
-        if really == 9:
+        if really == 9 and not self.fetched:  # not within a step
             self.manager.reset_prefix_cache()
             self.was_reset = True
             assert self.manager.state.cached == 0
 
     @rule(probe=TOKENS, salt=SALTS, features=st.sampled_from(FEATURES), register=st.sampled_from([True, True, False]))
     def step(self, probe: list[int], salt: str, features: list[FeatureSpan], register: bool) -> None:
-        self.worker.move(self.manager.take_moves())
+        self.move()
         self.check_contents(before=True)
         for sequence in self.sequences.values():
             if sequence.writes:
@@ -727,6 +779,7 @@ def run_seed(seed: int, steps: int) -> None:
         (1, lambda: machine.reset(draw.randint(0, 9))),
         (1, lambda: machine.free_behind_windows()),
         (2, lambda: machine.admit(picks(), draw.randint(0, 24))),
+        (2, lambda: machine.fetch(tokens(), salt(), draw.choice(FEATURES), draw.randint(0, 3), draw.randint(1, 9))),
     ]
     weights = [weight for weight, _ in operations]
     for _, operation in draw.choices(operations, weights, k=steps):

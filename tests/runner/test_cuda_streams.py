@@ -143,6 +143,37 @@ class FakeKernels:
 
         self.cuda.queue(copy)
 
+    def read_blocks(self, caches: list[Any], blocks: list[int], rows: list[int]) -> None:
+        def read(i: int, block: int) -> None:
+            rows[i] = caches[0][block]
+
+        for i, block in enumerate(blocks):
+            self.cuda.queue(partial(read, i, block))
+
+    def write_blocks(self, caches: list[Any], blocks: list[int], rows: list[int]) -> None:
+        def write(block: int, value: int) -> None:
+            caches[0][block] = value
+
+        for block, value in zip(blocks, rows, strict=True):
+            self.cuda.queue(partial(write, block, value))
+
+
+class FakeStore:
+    """A ``BlockStore`` of numbers: what was saved, and what is to be placed, by name."""
+
+    def __init__(self, kernels: FakeKernels) -> None:
+        self.kernels = kernels
+        self.saved: list[tuple[bytes, list[int], int]] = []
+        self.values: dict[int, int] = {}
+
+    def save(self, caches: list[Any], group: int, blocks: list[int], digests: list[bytes]) -> None:
+        rows = [0] * len(blocks)
+        self.saved += [(digest, rows, i) for i, digest in enumerate(digests)]
+        self.kernels.read_blocks(caches, blocks, rows)
+
+    def place(self, caches: list[Any], group: int, blocks: list[int], places: list[tuple[int, int]]) -> None:
+        self.kernels.write_blocks(caches, blocks, [self.values[fetch_id] for fetch_id, _ in places])
+
 
 BLOCKS, HOST_BLOCKS = 14, 10
 
@@ -163,10 +194,13 @@ def make(cuda: FakeCuda) -> StreamedCacheEngine:
     def caches(blocks: Sequence[int]) -> list[LayerCache]:
         return cast(list[LayerCache], [[0] * blocks[0]])
 
+    kernels = FakeKernels(cuda)
     layers: Any = SimpleNamespace(
-        kernels=FakeKernels(cuda), make=caches, make_host=caches, shapes=lambda: [GroupShape(8)]
+        kernels=kernels, make=caches, make_host=caches, shapes=lambda: [GroupShape(8)], stored=lambda caches: caches
     )
-    return StreamedCacheEngine(layers, [BLOCKS], [HOST_BLOCKS], cuda=cuda)
+    engine = StreamedCacheEngine(layers, [BLOCKS], [HOST_BLOCKS], cuda=cuda)
+    engine.store = cast(Any, FakeStore(kernels))
+    return engine
 
 
 class Model:
@@ -183,10 +217,14 @@ class Model:
         self.contents: dict[int, list[int]] = {}
         self.numbers = iter(range(1, 10**6))
         self.wrong: list[str] = []
-        self.swaps = 0
+        self.swaps = self.stored = 0
 
     def step(self, number: int) -> None:
         rng, plan, host_freed, shared = self.rng, StepPlan(step=number), [], []
+        store = cast(Any, self.engine.store)
+        for table, contents in ((self.tables[s], self.contents[s]) for s in self.tables if rng.random() < 0.2):
+            plan.blocks_to_store.append((table[0], b"%d" % contents[0]))
+            self.stored += 1
         for seq in [s for s in self.tables if rng.random() < 0.25]:
             table = self.tables.pop(seq)
             if rng.random() < 0.7 and len(self.host_free) >= len(table):
@@ -216,7 +254,12 @@ class Model:
                 plan.table_changes.append(TableChange(seq, len(table), self._take(1)))
                 table += plan.table_changes[-1].blocks
                 self.contents[seq].append(next(self.numbers))
-        if self.free and rng.random() < 0.6:
+        if len(self.free) > 1 and rng.random() < 0.2:  # begins with a block from the stores
+            self.tables[number], self.contents[number] = self._take(2), [next(self.numbers), next(self.numbers)]
+            store.values[number] = self.contents[number][0]
+            plan.blocks_fetched.append((number, 0, self.tables[number][0]))
+            plan.table_changes.append(TableChange(number, 0, list(self.tables[number])))
+        elif self.free and rng.random() < 0.6:
             self.tables[number], self.contents[number] = self._take(1), [next(self.numbers)]
             plan.table_changes.append(TableChange(number, 0, list(self.tables[number])))
         self.swaps += len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
@@ -252,6 +295,9 @@ def test_no_order_of_the_device_spoils_a_block(seed: int) -> None:
     model.cuda.synchronize()
     assert model.wrong == []
     assert model.swaps > 20
+    saved = cast(Any, model.engine.store).saved
+    assert [b"%d" % rows[i] for _, rows, i in saved] == [digest for digest, _, _ in saved]
+    assert len(saved) == model.stored > 10
 
 
 def plan(**fields: Any) -> StepPlan:
@@ -278,6 +324,7 @@ def runs_at_once(cuda: FakeCuda) -> bool:
 def test_a_step_waits_only_for_the_swaps_that_it_needs() -> None:
     cuda = idle_cuda()
     engine = make(cuda)
+    cast(Any, engine.store).values[7] = 70
     engine.move(plan(blocks_to_swap_out=[(1, 0), (2, 1)], table_changes=[TableChange(7, 0, [3])]))
     assert runs_at_once(cuda), "no step needs blocks 1 and 2 yet"
     engine.move(plan(table_changes=[TableChange(7, 1, [4, 5])], blocks_to_copy=[(1, 6)]))
@@ -289,6 +336,7 @@ def test_a_step_waits_only_for_the_swaps_that_it_needs() -> None:
         {"blocks_to_copy": [(5, 1)]},
         {"blocks_to_swap_in": [(4, 8)]},
         {"table_changes": [TableChange(7, 2, [1])]},
+        {"blocks_fetched": [(7, 0, 1)]},
     ):
         engine.move(plan(blocks_to_swap_out=[(1, 0)], **needs))
         assert not runs_at_once(cuda)
@@ -318,6 +366,28 @@ def test_a_block_travels_beside_the_steps_before_if_none_of_them_uses_where_it_g
         cuda.queue(lambda: None)
     assert travels_at_once(engine, cuda, 0, 6)
     assert not runs_at_once(cuda) or engine._swapped.done, "its own step waits for it"
+
+
+def test_a_block_does_not_travel_to_where_one_is_still_stored_from_or_fetched_to() -> None:
+    cuda = idle_cuda()
+    engine = make(cuda)
+    store = cast(Any, engine.store)
+    store.values[7] = 70
+    engine.move(plan(blocks_to_store=[(1, b"")], blocks_fetched=[(7, 0, 2)]))
+    engine.computes_over(tables([3]), NO_CONTEXTS)
+    for used in (1, 2):
+        assert not travels_at_once(engine, cuda, 0, used)
+        cuda.synchronize()
+        engine.move(plan(blocks_to_store=[(1, b"")], blocks_fetched=[(7, 0, 2)]))
+    assert travels_at_once(engine, cuda, 0, 6)
+    cuda.synchronize()
+    cast(list[int], engine.device[0])[5] = 50
+    engine.move(plan(blocks_to_store=[(5, b"old")], blocks_to_swap_in=[(0, 5)]))
+    work = cast(Any, engine._stream).work
+    assert not work[0](), "what is in the block is read first"
+    cuda.synchronize()
+    (_, rows, i) = store.saved[-1]
+    assert rows[i] == 50
 
 
 def test_a_block_that_is_to_leave_waits_for_the_step_that_writes_it() -> None:

@@ -90,8 +90,8 @@ class FakePreparations:
         """What is prepared of a kind."""
         return {key for key, preparation in self.prepared.items() if preparation.kind == kind}
 
-    def apply(self, plan: StepPlan) -> None:
-        """Drops, begins, and places; waits if the plan says so."""
+    def apply(self, plan: StepPlan, *, fetches: bool = False) -> None:
+        """Drops, begins, and places; waits if the plan says so. ``fetches``: whether blocks are fetched, too."""
         for key in plan.drop:
             assert key in self.prepared or key in self.failed or self.may_repeat, f"{key} is dropped, but is not there"
             self.failed.discard(key)
@@ -116,12 +116,12 @@ class FakePreparations:
         for kind, limits in self.limits.items():
             count = sum(preparation.size for preparation in there if preparation.kind == kind)
             assert limits.host is None or count <= limits.host, f"more of {kind} than memory may hold"
-        self._prepare(plan.awaits_prepared)
+        self._prepare(plan.awaits_prepared, fetches)
 
-    def _prepare(self, waits: bool) -> None:
+    def _prepare(self, waits: bool, fetches: bool) -> None:
         """One step's worth of work; all of it for the first, if the step waits."""
         self.num_waits += waits
-        assert not waits or self.preparing or self._done or self._errors, "waits for nothing"
+        assert not waits or self.preparing or self._done or self._errors or fetches, "waits for nothing"
         if not self.preparing:
             return
         self._steps += 1

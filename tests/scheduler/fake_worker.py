@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from octavo.memory.block_pool import NO_BLOCK
 from octavo.memory.checkpoints import Checkpoint
 from octavo.memory.kv_group import KVGroup
 from octavo.memory.prefix_cache import ContentIndex, positions
-from octavo.scheduler.groups import BeamSearch, Candidates, SequenceGroup
+from octavo.scheduler.groups import BeamSearch, Candidates, Sequence, SequenceGroup
 from octavo.scheduler.isolation import PROBE
 from octavo.scheduler.preparations import Preparations, PreparationState
 from octavo.scheduler.scheduler import Scheduler
@@ -47,6 +48,7 @@ from octavo.scheduler.step import Step
 from octavo.speculation.drafter import Drafter
 from octavo.speculation.speculator import Speculator
 from tests.scheduler.fake_preparations import FakePreparations
+from tests.scheduler.fake_stores import FakeStores, WorkerStores
 
 EOS = 0
 #: Tokens that the fake model knows: the end, and a few others.
@@ -63,7 +65,7 @@ def print_of(
     token_ids: list[int],
     adapter: str | None = None,
     encoder_key: str | None = None,
-    features: Sequence[Feature] = (),
+    features: SequenceOf[Feature] = (),
 ) -> int:
     """The print of the last token, computed with an adapter, over what an encoder has read, with features of images."""
     value = _start(adapter, encoder_key)
@@ -72,7 +74,7 @@ def print_of(
     return value
 
 
-def embedded(token: int, position: int, features: Sequence[Feature]) -> int:
+def embedded(token: int, position: int, features: SequenceOf[Feature]) -> int:
     """What is computed of a token: a number of its own for one that stands for a feature."""
     feature = next((f for f in features if f.offset <= position < f.offset + f.length), None)
     if feature is None:
@@ -91,6 +93,15 @@ def context_prints(key: str, count: int) -> list[int]:
     while len(prints) < count:
         prints.append(extend_print(prints[-1], 0))
     return prints
+
+
+def prints_of(seq: Sequence) -> list[int]:
+    """The print of each token of a sequence."""
+    adapter, given, features = _keys(seq.group.request)
+    prints = [_start(adapter, given)]
+    for position, token in enumerate(seq.token_ids):
+        prints.append(extend_print(prints[-1], embedded(token, position, features)))
+    return prints[1:]
 
 
 def sample(context: int, seed: int) -> int:
@@ -244,6 +255,8 @@ class FakeStep:
             for row in self.sampled:
                 row.known += 1
             worker.on_wait(self.plan)
+            if not self.failure:
+                worker.last_known = self.plan.step
         if self.failure:
             raise InjectedFailure(self.failure)
         return self.result
@@ -290,6 +303,10 @@ class FakeWorker(Executor):
         #: Where the next step is to fail: "before moving", when it is submitted, or "before computing", later.
         self.fail = ""
         self.has_failed = False
+        #: If there are KV stores: its side of them, the steps that computed blocks, and the last whose result is known.
+        self.stores: WorkerStores | None = None
+        self.computed_by: dict[int, int] = {}
+        self.last_known = 0
         #: Whether a step fails; called with each plan.
         self.fails_at: Callable[[StepPlan], bool] = lambda plan: False
         self.seconds_per_token = 1e-3
@@ -345,7 +362,8 @@ class FakeWorker(Executor):
     def _execute(self, step: FakeStep, fail: str) -> None:
         plan = step.plan
         self._move(plan)
-        self.preparations.apply(plan)
+        fetches = self.stores is not None and bool(self.stores.fetching)
+        self.preparations.apply(plan, fetches=fetches)
         for context in plan.contexts:
             assert context.context_id not in self.contexts
             key = self.context_keys[context.context_id]
@@ -386,6 +404,8 @@ class FakeWorker(Executor):
         self._compute(plan, forked_children)
         self._sample(step, forked_children)
         self.preparations.report(step.result)
+        if self.stores is not None:
+            self.stores.report(plan, step.result)
 
     def _encode(self, plan: StepPlan) -> None:
         """Reads the inputs of new contexts, which writes their blocks; those that are found have theirs."""
@@ -440,14 +460,22 @@ class FakeWorker(Executor):
     def _move(self, plan: StepPlan) -> None:
         copied_from = {source for source, _ in plan.blocks_to_copy}
         targets = [t for _, t in plan.blocks_to_swap_in] + [t for _, t in plan.blocks_to_copy]
+        targets += [t for _, _, t in plan.blocks_fetched]
         assert len(targets) == len(set(targets)), "a device block is the target of two moves"
         assert not copied_from & {t for _, t in plan.blocks_to_copy}, "a copy of a copy"
         host_targets = [t for _, t in plan.blocks_to_swap_out]
         assert len(host_targets) == len(set(host_targets)), "a host block is the target of two moves"
+        if self.stores is not None:
+            self.stores.write(plan, self.device, self.computed_by, self.last_known)
         for source, target in plan.blocks_to_swap_out:
             self.host[target] = list(self.device[source])
         for source, target in plan.blocks_to_swap_in:
             self.device[target] = list(self.host[source])
+        if self.stores is not None:
+            self.stores.begin(plan)
+            self.stores.place(plan, self.device)
+        for target in targets:
+            self.computed_by.pop(target, None)
         for source, target in plan.blocks_to_copy:
             self.device[target] = list(self.device[source])
 
@@ -539,6 +567,7 @@ class FakeWorker(Executor):
                         last = min(position, end - len(drafts) - 1)
                         value = StatePrint(last, row.prints[last:end])
                     self.device[slot[0]][slot[1]] = value
+                    self.computed_by[slot[0]] = plan.step
             row.num_computed = end
         for child, parent in forked_children.items():
             assert self.rows[child].num_computed <= self.rows[parent].num_computed
@@ -671,7 +700,9 @@ class Engine:
         drafter: Drafter | None = None,
         adaptive: bool = False,
         preparations: FakePreparations | None = None,
+        stores: FakeStores | None = None,
     ) -> None:
+        """``stores``: those of ``blocks``, if it has limits of them."""
         preparations = preparations or FakePreparations()
         self.now = 0.0
         self.blocks = blocks
@@ -688,6 +719,11 @@ class Engine:
         self.worker = FakeWorker(blocks, options, max_model_len, preparations)
         self.worker.max_in_flight = max_in_flight
         self.worker.on_submit = self._record_plan
+        self.stores = stores
+        self._learned: dict[int, Sequence] = {}
+        if stores is not None:
+            sizes = [(group.number, group.device.num_blocks) for group in blocks.groups]
+            self.worker.stores = WorkerStores(stores, [number for number, count in sizes for _ in range(count)])
         self.loop = StepLoop(self.scheduler, self.worker, max_in_flight=max_in_flight)
         self._stepping = False
         self._before: list[tuple[SequenceGroup, SequenceStatus, int]] = []
@@ -778,7 +814,12 @@ class Engine:
 
     def _record_plan(self, plan: StepPlan) -> None:
         """Called with every new plan."""
-        self.group_of.update((seq_id, seq.group.group_id) for seq_id, seq in self.scheduler.queues.sequences.items())
+        sequences = self.scheduler.queues.sequences
+        self.group_of.update((seq_id, seq.group.group_id) for seq_id, seq in sequences.items())
+        if self.stores is not None:
+            ended = (seq for seq_id, seq in self._learned.items() if seq_id not in sequences)
+            self.stores.learn([*sequences.values(), *ended], self.blocks.block_size, prints_of)
+            self._learned = dict(sequences)
         crossing = [g.cross for g in self.scheduler.queues.groups.values() if g.cross is not None]
         self.worker.context_keys.update((cross.context_id, cross.key) for cross in crossing)
         for group, status, swaps in self._before:
@@ -823,7 +864,7 @@ def watch_displacement(scheduler: Scheduler) -> list[SequenceGroup]:
 
     def recording(step: Step) -> SequenceGroup | None:
         group = preempt(step)
-        found.extend([group] if group is not None else [])
+        found.extend([group] if group is not None and step.blocked_on_memory else [])
         return group
 
     def checking() -> StepPlan:
@@ -849,6 +890,7 @@ def check_accounting(engine: Engine) -> None:
     kept_out = engine.loop._isolation.held_ids
     assert unfinished - refused - kept_out == set(queues.groups) - {PROBE}, "a group was lost"
     check_preparations(queues)
+    check_fetches(engine)
     check_steady(queues)
     running = {g.group_id for g in queues.running}
     assert len(running) == len(queues.running)
@@ -927,6 +969,30 @@ def check_preparations(queues: SchedulingState) -> None:
         assert [t for t in pool.slots if t] == [t for t in pool.slots if t and t.state is PreparationState.READY]
 
 
+def check_fetches(engine: Engine) -> None:
+    """Held groups wait for a fetch under way, and the scheduler knows of all fetches that the worker has."""
+    fetches, queues = engine.scheduler.fetches, engine.scheduler.queues
+    held = {gid for gid, group in queues.groups.items() if group.is_held}
+    if fetches is None:
+        assert not held
+        return
+    assert all(queues.groups[gid].status is SequenceStatus.WAITING for gid in held)
+    prefixes = fetches._prefixes
+    waiting = {gid for gid, prefix in prefixes.items() if prefix.group.is_held}
+    followers = [group.group_id for prefix in prefixes.values() for group in prefix.followers]
+    assert held == waiting | {*followers} and len(held) == len(waiting) + len(followers) == fetches.counts().waiting
+    assert prefixes.keys() <= queues.groups.keys()
+    begun = {fetch.fetch_id for prefix in prefixes.values() for fetch in prefix.begun}
+    assert len(begun) <= fetches.limits.max_fetches
+    assert set(fetches._unreported) == {
+        fetch.fetch_id for prefix in prefixes.values() for fetch in prefix.begun if fetch.num_found is None
+    }
+    stores = engine.worker.stores
+    assert stores is not None
+    unknown = (stores.fetching.keys() | stores.found.keys()) - begun - {*fetches._drop}
+    assert not unknown - {i for plan, _ in engine.loop._in_flight for i in plan.drop_fetches}, "a fetch is lost"
+
+
 def check_cache(engine: Engine) -> None:
     """The prefix cache describes the content of every cached block, which follows that of its parent."""
     for kv_group in engine.blocks.groups:
@@ -978,3 +1044,10 @@ def check_nothing_held(engine: Engine) -> None:
     if engine.scheduler.queues.forget:
         engine.step()
     assert not engine.worker.rows and not engine.worker.contexts
+    for _ in range(1000):
+        if not engine.scheduler.has_writes:
+            break
+        engine.step()
+    assert not engine.scheduler.has_writes
+    if engine.worker.stores is not None:
+        assert not engine.worker.stores.fetching and not engine.worker.stores.found

@@ -305,6 +305,41 @@ def test_fair_preempts_towards_equal_shares_and_never_back() -> None:
     engine.serve([])
 
 
+def test_fair_keeps_the_prompts_of_a_flood_out_of_the_steps_of_others() -> None:
+    engine = VirtualEngine("fair", options={"max_num_seqs": 6})
+    for _ in range(40):
+        engine.add(Job(0.0, tokens(150), 60, user="flood"))
+    engine.step()
+    assert engine.prompt_tokens == {"flood": 512}, "there is no other user"
+    for _ in range(100):
+        engine.step()
+    engine.add(Job(engine.now, tokens(900), 4, user="victim"))
+    steps = []
+    for _ in range(60):
+        engine.step()
+        steps.append(dict(engine.prompt_tokens))
+    victims = [step for step in steps if "victim" in step]
+    assert len(victims) == 2 and all("flood" not in step for step in victims)
+    others = [sum(step.values()) for step in steps if step and "victim" not in step]
+    assert max(others) == 512 // 16 and len(others) >= 20, "the flood makes progress in small steps"
+
+
+def test_fair_lets_a_burst_of_a_light_user_exceed_its_share() -> None:
+    engine = VirtualEngine("fair", options={"max_num_seqs": 6})
+    for _ in range(60):
+        engine.add(Job(0.0, tokens(20), 400, user="flood"))
+    for _ in range(700):
+        engine.step()
+    for _ in range(5):
+        engine.add(Job(engine.now, tokens(20), 400, user="victim"))
+        engine.step()
+    shares = Counter(group.request.options.user for group in engine.scheduler.queues.running)
+    assert shares == {"victim": 5, "flood": 1}
+    for _ in range(600):  # then it has received as much
+        engine.step()
+    assert all(job.first is not None for job in engine.jobs.values() if job.user == "victim")
+
+
 def test_fair_pays_for_idle_time_with_a_bounded_credit(monkeypatch: pytest.MonkeyPatch) -> None:
     for credit, ahead in ((0.0, 1), (240.0, 3)):  # a request is 80 units
         monkeypatch.setattr("octavo.scheduler.policies._CREDIT", credit)
@@ -348,7 +383,7 @@ def fair_group(number: int, user: str) -> SequenceGroup:
 def test_fair_lifts_who_comes_back_to_the_least_of_those_that_wait(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.scheduler.policies._MAX_IDLE", 5)
     monkeypatch.setattr("octavo.scheduler.policies._CREDIT", 0.0)
-    rng, policy = random.Random(seed), FairShare({"u3": 5.0})
+    rng, policy = random.Random(seed), FairShare({"u3": 5.0}, 512)
     groups: list[SequenceGroup] = []
     for number in range(600):
         user, waiting = f"u{rng.randrange(12)}", {g.request.options.user for g in groups if g.policy_data.waiting}
@@ -378,7 +413,7 @@ def test_the_cost_of_an_arrival_does_not_grow_with_the_users_that_wait() -> None
         return time.thread_time() - began
 
     def measure() -> dict[str, bool]:
-        policy = FairShare({})
+        policy = FairShare({}, 512)
         times = [seconds(policy, first) for first in range(0, 8000, 500)]
         return {f"{times}": min(times[-4:]) < 5 * min(times[:4])}
 

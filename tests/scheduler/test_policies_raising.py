@@ -22,7 +22,7 @@ ABOUT_GROUPS = ["key", "displaces", "lane", "on_arrival", "on_admit", "on_preemp
 class Raising(Policy):
     """By priority; raises where it is told to."""
 
-    dynamic = preemptive = waiting_keys_grow = True
+    dynamic = preemptive = waiting_keys_grow = limits_prompts = True
     #: The method that raises, about group 3 or with this probability.
     method: ClassVar[str] = ""
     probability: ClassVar[float | None] = None
@@ -44,6 +44,10 @@ class Raising(Policy):
     def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
         self._call("displaces", waiting)
         return super().displaces(waiting, running)
+
+    def prompt_limit(self, group: SequenceGroup, prompts: Sequence[tuple[SequenceGroup, int]]) -> int | None:
+        self._call("prompt_limit", group)
+        return None
 
     def lane(self, group: SequenceGroup) -> Hashable:
         self._call("lane", group)
@@ -129,7 +133,7 @@ def test_a_key_that_cannot_be_compared_fails_its_group(value: Any) -> None:
 class Flagged(Policy):
     """Every flag differs from the default."""
 
-    dynamic = uses_targets = uses_clock = preemptive = waiting_keys_grow = True
+    dynamic = uses_targets = uses_clock = preemptive = waiting_keys_grow = limits_prompts = True
     uses_priority = ages = False
 
     def key(self, group: SequenceGroup) -> int:

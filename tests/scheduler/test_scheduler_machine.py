@@ -39,6 +39,7 @@ from tests.scheduler.fake_preparations import (
     lora,
     prompt_adapter,
 )
+from tests.scheduler.fake_stores import FakeStores
 from tests.scheduler.fake_worker import (
     EOS,
     VOCABULARY,
@@ -119,6 +120,8 @@ class Case:
     contexts: bool = False
     #: Whether most prompts have images.
     images: bool = False
+    #: Whether there are KV stores, which an engine before it has filled.
+    stores: bool = False
 
 
 def make_case(seed: int) -> Case:
@@ -169,7 +172,7 @@ def make_case(seed: int) -> Case:
 class Run:
     """One generated run."""
 
-    def __init__(self, case: Case, *, shares_prefixes: bool = False) -> None:
+    def __init__(self, case: Case, *, shares_prefixes: bool = False, stores: FakeStores | None = None) -> None:
         """``shares_prefixes``: prefixes are pinned and released now and then."""
         self.case = case
         self.rng = random.Random(case.seed + 1)
@@ -191,6 +194,7 @@ class Run:
             host_cache=case.host_cache,
             max_num_batched_tokens=in_flight,
             cuts_prompts=case.options.cuts_prompts,
+            stores=None if stores is None else stores.limits(),
         )
         self.adapter_rng = random.Random(case.seed + 3)
         self.grammar_rng = random.Random(case.seed + 4)
@@ -202,6 +206,7 @@ class Run:
             max_in_flight=case.depth,
             preparations=FakePreparations(limits_for(adapters), self.adapter_rng.choice([0, 0, 1, 3])),
             drafter=Guessing(case.seed) if case.drafts else None,
+            stores=stores,
         )
         watch_displacement(self.engine.scheduler)
         #: Adapters that requests name, and those of them whose loads fail now.
@@ -388,7 +393,7 @@ class Run:
 
     def step(self) -> None:
         groups = list(self.engine.scheduler.queues.groups.values())
-        compiling = {g.group_id for g in groups if self.waits_for_preparation(g)}
+        compiling = {g.group_id for g in groups if self.waits_for_preparation(g) or g.is_held}
         before = {g.group_id: (g, g.status) for g in groups}
 
         def between() -> None:
@@ -500,6 +505,7 @@ def run_cases(
     grammars: bool = False,
     contexts: bool = False,
     images: bool = False,
+    stores: bool = False,
 ) -> None:
     for seed in range(first, first + count):
         case = make_case(seed)
@@ -524,8 +530,12 @@ def run_cases(
             case = replace(case, contexts=True, host_cache=False, options=options, drafts=seed % 5 == 0)
         if images:
             case = replace(case, images=True, drafts=seed % 5 == 0)
+        if stores:
+            case = replace(case, stores=True, prefix_caching=True, drafts=seed % 5 == 0)
         try:
-            Run(case, shares_prefixes=not (contexts or images))()
+            kept = FakeStores(seed, lossy=seed % 4 > 0) if stores else None
+            for _ in range(2 if stores else 1):  # the second engine finds what the first has computed
+                Run(case, shares_prefixes=not (contexts or images), stores=kept)()
         except Exception as e:
             raise AssertionError(f"in {case}") from e
 
@@ -569,6 +579,11 @@ def test_generated_traffic_with_contexts(first: int, count: int) -> None:
 @pytest.mark.parametrize(("first", "count"), parts([0, 3, 4], 200, by_default=[0, 3, 4], few=25))
 def test_generated_traffic_with_images(first: int, count: int) -> None:
     run_cases(first, count, WITH_WINDOWS if first == 4000 else None, images=True, adapters=first == 3000)
+
+
+@pytest.mark.parametrize(("first", "count"), parts([0, 1, 2, 3], 200, by_default=[0, 1, 2], few=25))
+def test_generated_traffic_with_stores(first: int, count: int) -> None:
+    run_cases(first, count, WITH_WINDOWS if first == 1000 else None, stores=True, images=first == 2000)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,8 @@ class VirtualEngine:
         manager = BlockManager(self.blocks, 16, prefix_caching=False)
         self.scheduler = Scheduler(manager, options, min(4000, 16 * self.blocks), clock=lambda: self.now)
         self.jobs: dict[int, Job] = {}
+        #: Tokens of prompts in the last step, by user.
+        self.prompt_tokens: Counter[str] = Counter()
 
     def add(self, job: Job) -> None:
         """Queues a job that has arrived."""
@@ -82,6 +85,10 @@ class VirtualEngine:
         seqs = [scheduler.queues.sequences[seq_id] for seq_id in plan.seq_ids]
         sampling = [seq for seq in seqs if seq.awaits_token]
         prompts = sum(n for n in plan.num_tokens if n > 1)
+        self.prompt_tokens.clear()
+        for seq, n in zip(seqs, plan.num_tokens, strict=True):
+            self.prompt_tokens[seq.group.request.options.user] += n if n > 1 else 0
+        self.prompt_tokens = +self.prompt_tokens
         self.now += STEP + PREFILL * prompts + DECODE * len(sampling)
         tokens = []
         for seq in sampling:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from starlette.requests import Request
 
 from octavo.server.engine_call import request_options
+from octavo.server.fields import QueuedFields
 
 
 @pytest.mark.parametrize(
@@ -15,5 +14,5 @@ from octavo.server.engine_call import request_options
 )
 def test_the_user_is_that_of_the_body_or_else_of_the_api_key(user: str | None, key: str | None, expected: str) -> None:
     scope = {"type": "http", "client": ("127.0.0.1", 1), "state": {} if key is None else {"api_key": key}}
-    body = SimpleNamespace(priority=None, cache_salt=None, user=user, ttft_target=None)
+    body = QueuedFields(user=user)
     assert request_options(Request(scope), body).user == expected

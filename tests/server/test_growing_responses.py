@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from octavo.core.outputs import CompletionOutput, Logprob
 from octavo.engine.tokenizer import TextStream, Tokenizer, load_tokenizer
 from octavo.loader.sentencepiece import byte_alphabet
-from octavo.server.anthropic import GrowingMessage, MessageObject, MessageUsage
+from octavo.server.anthropic import CacheCreation, GrowingMessage, MessageObject, MessageUsage
 from octavo.server.anthropic import MessageTokensDetails as ThinkingDetails
 from octavo.server.chat import ChatParser
 from octavo.server.generation import TextLogprobs, TokenNames, make_chat_logprobs
@@ -55,6 +55,7 @@ MESSAGE_USAGE = MessageUsage(
     input_tokens=1,
     cache_read_input_tokens=0,
     cache_creation_input_tokens=0,
+    cache_creation=CacheCreation(ephemeral_1h_input_tokens=0, ephemeral_5m_input_tokens=0),
     output_tokens=2,
     output_tokens_details=ThinkingDetails(thinking_tokens=0),
 )

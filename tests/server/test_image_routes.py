@@ -94,6 +94,22 @@ def offline(llm: LLM, text: str, *images: Any) -> tuple[list[int], list[int]]:
     return output.prompt_token_ids, output.outputs[0].token_ids
 
 
+def test_a_mark_behind_an_image_holds_its_tokens_and_none_after_it(server: Running) -> None:
+    def usage(*parts: dict[str, Any]) -> Any:
+        body = {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 1}
+        return server.post("/v1/chat/completions", **body)["usage"]
+
+    image = image_part(picture(30, 44, 9))
+    marked = {**image, "cache_control": {"type": "ephemeral"}}
+    without = usage(text_part("Look at this: "), text_part("one"))["prompt_tokens"]
+    first = usage(text_part("Look at this: "), marked, text_part("one"))
+    details = first["prompt_tokens_details"]
+    held = details["cached_tokens"] + details["cache_write_tokens"]
+    assert held > first["prompt_tokens"] - without - 16, "all but a part of a block of the image"
+    second = usage(text_part("Look at this: "), image, text_part("another text"))["prompt_tokens_details"]
+    assert second["cached_tokens"] >= held
+
+
 def test_a_chat_has_the_tokens_of_the_prompt_with_its_images(server: Running, llm: LLM) -> None:
     assert tokens_of(chat(server, image_part(A), text_part("what?"))) == offline(llm, "<image>what?", A)
     parts = [text_part("one "), image_part(A, detail="low"), text_part("two "), image_part(B), image_part(A)]

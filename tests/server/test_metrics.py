@@ -21,7 +21,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestMetrics, RequestOutput
 from octavo.core.sampling_params import StructuredOutputsParams
-from octavo.core.stats import AdapterStats, GroupState, SchedulerStats, SpeculationStats, StepStats, sum_stats
+from octavo.core.stats import (
+    AdapterStats,
+    GroupState,
+    RetentionStats,
+    SchedulerStats,
+    SpeculationStats,
+    StepStats,
+    StoreStats,
+    StoreTierStats,
+    sum_stats,
+)
 from octavo.engine.front_end import StatusLine
 from octavo.engine.replicas import ReplicaState
 from octavo.grammar.compiler import GrammarCompiler
@@ -360,11 +370,34 @@ def test_grammars_are_counted_by_result() -> None:
     assert found["octavo_grammars_compiling"] == 0
 
 
+def test_the_tiers_of_kv_stores_have_series_of_their_own() -> None:
+    metrics = Metrics("m")
+    disk = StoreTierStats("disk", 10, 7, 5, bytes_read=700, read_seconds=0.5, held_bytes=500, max_bytes=1000)
+    shared = StoreTierStats("shared", 3, errors=2, trouble="no answer")
+    stores = StoreStats(fetches=2, computed=1, tiers=[disk, shared])
+    metrics.log(msgspec.structs.replace(STEP, stores=stores))
+    metrics.log(msgspec.structs.replace(STEP, stores=stores))  # totals, which have not grown
+    found = samples(metrics)
+
+    def of(name: str, *labels: str) -> float:
+        [value] = [v for k, v in found.items() if k.startswith(f"octavo_{name}{{") and all(x in k for x in labels)]
+        return value
+
+    assert of("kv_store_blocks_total", "tier=disk", "event=found") == 7
+    assert of("kv_store_bytes_total", "tier=disk", "direction=read") == 700
+    assert of("kv_store_seconds_total", "tier=disk", "direction=read") == 0.5
+    assert of("kv_store_size_bytes", "tier=disk", "size=max") == 1000
+    assert [of("kv_store_up", f"tier={tier}") for tier in ("disk", "shared")] == [1, 0]
+    assert of("kv_store_calls_total", "tier=shared") == 2
+    assert of("kv_store_prompts_total", "choice=computed") == 1
+
+
 def test_the_dashboard_reads_every_metric_and_none_that_does_not_exist() -> None:
     metrics = Metrics("m")
     groups = [GroupState(None, 10, 20, 60, 10, 3), GroupState(512, 5, 0, 4, 1, 2)]
     drafts = SpeculationStats(10, 40, 16, [8, 5, 3, 0], 1)
-    metrics.log(msgspec.structs.replace(STEP, groups=groups, adapters=AdapterStats(), speculation=drafts))
+    kept = {"retention": RetentionStats(), "stores": StoreStats(tiers=[StoreTierStats("disk")])}
+    metrics.log(msgspec.structs.replace(STEP, groups=groups, adapters=AdapterStats(), speculation=drafts, **kept))
     RequestObserver(metrics, "adapter").update(output([1], ["stop"]))
     observer = RequestObserver(metrics, task="embed")
     observer.update(pooled(), "length")

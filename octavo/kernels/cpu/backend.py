@@ -46,8 +46,11 @@ from octavo.kernels.interface import (
     ScanChannels,
     ScanHeads,
     StoredForm,
+    Wait,
     Xielu,
     check_pairs,
+    check_rows,
+    no_wait,
 )
 from octavo.kernels.weight_rows import GroupQuantizedRows, QuantizedRows
 
@@ -77,6 +80,9 @@ class CpuKernels(Kernels):
     def describe(self) -> str:
         pinned = ", pinned" if cpu.threads_pinned() else ""
         return f"cpu (float {cpu.float_isa()}, integer {cpu.integer_isa()}, {cpu.num_threads()} threads{pinned})"
+
+    def numerics(self) -> str:
+        return f"cpu {cpu.float_isa()} {cpu.integer_isa()}"
 
     def set_threads(self, count: int | None, pin: bool = False) -> None:
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -476,6 +482,12 @@ class CpuKernels(Kernels):
             check_pairs(pairs, len(arrays[0]), len(to[size][0]))
             cpu.swap_blocks([x.address for x in arrays], [x.address for x in to[size]], pairs, size)
 
+    def read_blocks(self, caches: list[LayerCache], blocks: list[int], rows: np.ndarray) -> Wait:
+        return _move_rows(cpu.read_blocks, caches, blocks, rows)
+
+    def write_blocks(self, caches: list[LayerCache], blocks: list[int], rows: np.ndarray) -> Wait:
+        return _move_rows(cpu.write_blocks, caches, blocks, rows)
+
 
 def _norm_input(x: CpuArray, weight: CpuArray) -> tuple[Any, ...]:
     """Address, type and stride of x, address and type of the weight."""
@@ -537,12 +549,26 @@ def _slopes(slopes: tuple[float, ...] | None) -> np.ndarray | None:
     return None if slopes is None else np.array(slopes, np.float32)
 
 
+def _arrays(caches: list[LayerCache]) -> list[CpuArray]:
+    """The arrays of the caches, in order; a latent cache has one array."""
+    return [
+        array for cache in caches for array in ((cache.key,) if cache.value is cache.key else (cache.key, cache.value))
+    ]
+
+
+def _move_rows(move: Callable[..., None], caches: list[LayerCache], blocks: list[int], rows: np.ndarray) -> Wait:
+    arrays = _arrays(caches)
+    sizes = [array.strides[0] for array in arrays]
+    check_rows(caches, blocks, rows, sum(sizes))
+    move([array.address for array in arrays], sizes, blocks, rows.ctypes.data)
+    return no_wait
+
+
 def _by_block_bytes(caches: list[LayerCache]) -> dict[int, list[CpuArray]]:
-    """Arrays of the caches by the bytes of a block, which differ between KV groups; a latent cache has one array."""
+    """Arrays of the caches by the bytes of a block, which differ between KV groups."""
     groups: dict[int, list[CpuArray]] = {}
-    for cache in caches:
-        arrays = (cache.key,) if cache.value is cache.key else (cache.key, cache.value)
-        groups.setdefault(cache.key.strides[0], []).extend(arrays)
+    for array in _arrays(caches):
+        groups.setdefault(array.strides[0], []).append(array)
     return groups
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from octavo.config.kv_spec import KVSpec
@@ -31,11 +32,14 @@ from octavo.kernels.triton import attention, elementwise, scan, states
 from octavo.kernels.triton.cache import (
     block_bytes,
     copy_blocks,
+    host_bytes,
     make_cache,
     make_host_cache,
+    read_blocks,
     reshape_and_cache,
     rotary_and_cache,
     swap_blocks,
+    write_blocks,
 )
 from octavo.kernels.triton.experts import TritonHeads, pack_experts
 from octavo.kernels.triton.lora import TritonAdapters
@@ -59,6 +63,9 @@ class TritonKernels(TorchKernels):
     reshape_and_cache = staticmethod(reshape_and_cache)
     copy_blocks = staticmethod(copy_blocks)
     swap_blocks = staticmethod(swap_blocks)
+    host_bytes = staticmethod(host_bytes)
+    read_blocks = staticmethod(read_blocks)
+    write_blocks = staticmethod(write_blocks)
     embedding = staticmethod(elementwise.embedding)
     rms_norm = staticmethod(elementwise.rms_norm)
     layer_norm = staticmethod(elementwise.layer_norm)
@@ -91,6 +98,10 @@ class TritonKernels(TorchKernels):
     def describe(self) -> str:
         where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreted on the CPU"
         return f"triton ({where}{', deterministic' if self.deterministic else ''})"
+
+    def numerics(self) -> str:
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreted"
+        return f"triton {triton.__version__} torch {torch.__version__} {device} {self.deterministic}"
 
     def capture(self, forward: Forward, largest: BatchSize) -> Forward:
         if not self._graphed:

@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.core.errors import ConfigError
-from octavo.kernels.interface import LayerCache, check_pairs
-from octavo.kernels.torch_backend import check_fp8, host_copy, host_empty
+from octavo.kernels.interface import LayerCache, Wait, check_pairs, check_rows, no_wait
+from octavo.kernels.torch_backend import check_fp8, host_copy, host_empty, to_torch
 from octavo.kernels.triton.elementwise import rounded
 
 #: Types of caches without scales.
@@ -136,6 +136,54 @@ def swap_blocks(sources: Sequence[LayerCache], targets: Sequence[LayerCache], pa
         check_pairs(pairs, source.shape[0], target.shape[0])
         for first, to, count in _runs(pairs):
             target[to : to + count].copy_(source[first : first + count], non_blocking=True)
+
+
+def host_bytes(count: int) -> np.ndarray:
+    """See ``Kernels.host_bytes``; pinned if there is a GPU."""
+    if not torch.cuda.is_available():
+        return np.empty(count, np.uint8)
+    pinned: np.ndarray = host_empty(count, torch.uint8).numpy()
+    return pinned
+
+
+def read_blocks(caches: Sequence[LayerCache], blocks: list[int], rows: np.ndarray) -> Wait:
+    """See ``Kernels.read_blocks``; gathers the blocks on the device, so that they go to the host as one copy."""
+    pools = _pools(caches)
+    check_rows(caches, blocks, rows, sum(pool.shape[1] for pool in pools))
+    if not blocks or not pools:
+        return no_wait
+    numbers = _numbers(blocks, pools[0].device)
+    parts = [pool.index_select(0, numbers) for pool in pools]
+    to_torch(rows).copy_(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), non_blocking=True)
+    return _wait_for(pools[0].device)
+
+
+def write_blocks(caches: Sequence[LayerCache], blocks: list[int], rows: np.ndarray) -> Wait:
+    """See ``Kernels.write_blocks``."""
+    pools = _pools(caches)
+    sizes = [pool.shape[1] for pool in pools]
+    check_rows(caches, blocks, rows, sum(sizes))
+    if not blocks or not pools:
+        return no_wait
+    numbers = _numbers(blocks, pools[0].device)
+    parts = to_torch(rows).to(pools[0].device, non_blocking=True).split(sizes, dim=1)
+    for pool, part in zip(pools, parts, strict=True):
+        pool.index_copy_(0, numbers, part)
+    return _wait_for(pools[0].device)
+
+
+def _numbers(blocks: list[int], device: torch.device) -> Tensor:
+    numbers = torch.tensor(blocks, dtype=torch.int64)
+    return (host_copy(numbers) if device.type == "cuda" else numbers).to(device, non_blocking=True)
+
+
+def _wait_for(device: torch.device) -> Wait:
+    """Waits for what is queued on the current stream now."""
+    if device.type != "cuda":
+        return no_wait
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
 
 
 def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:

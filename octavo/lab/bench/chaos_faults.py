@@ -17,11 +17,13 @@ from pathlib import Path
 import psutil
 
 from octavo.lab.bench.chaos_processes import server_processes
+from octavo.lab.bench.chaos_stores import FAULTS as STORE_FAULTS
+from octavo.lab.bench.chaos_stores import ChaosStores
 
 #: kill: SIGKILL. stop: SIGSTOP, for ever. pause: SIGSTOP, and SIGCONT later, before or after it is taken to hang.
 #: starve: lowest priority, and processes beside it that take all processors.
 FAULTS = ("kill", "stop", "pause", "starve")
-_WEIGHTS = {"kill": 6, "stop": 2, "pause": 2, "starve": 2}
+_WEIGHTS = {"kill": 6, "stop": 2, "pause": 2, "starve": 2} | dict.fromkeys(STORE_FAULTS, 2)
 #: Processes that may be hit. The front end is not: it is the truth of every request.
 VICTIMS = ("core", "worker")
 #: Seconds that a process starves.
@@ -39,8 +41,9 @@ class Fault:
     """One fault. Times in seconds of ``time.perf_counter()``."""
 
     kind: str
-    #: core or worker.
+    #: core or worker; disk or shared, of a KV store.
     role: str
+    #: 0 of a KV store.
     pid: int
     at: float
     #: When the process was let go on; the same as ``at`` where that is never.
@@ -65,6 +68,7 @@ class Monkey:
         kinds: tuple[str, ...],
         goes_on: Callable[[float], bool],
         told: Callable[[Fault], object],
+        stores: ChaosStores | None = None,
     ) -> None:
         """Of the server whose front end is ``pid``.
 
@@ -73,14 +77,15 @@ class Monkey:
             interval: mean seconds between faults.
             seed: decides times, kinds and victims.
             hang: seconds after which the server takes a stopped process to hang.
-            kinds: some of ``FAULTS``.
+            kinds: some of ``FAULTS``; with ``stores``, of their faults, too.
             goes_on: whether streams have gone on since a time (``time.perf_counter()``).
             told: called with each fault.
+            stores: the server's KV stores.
         """
         self.faults: list[Fault] = []
         self._pid, self._interval, self._hang, self._kinds = pid, interval, hang, kinds
         self._random = random.Random(f"monkey {seed}")
-        self._goes_on, self._told = goes_on, told
+        self._goes_on, self._told, self._stores = goes_on, told, stores
         self._stopped: list[psutil.Process] = []
         self._hogs: list[subprocess.Popen[bytes]] = []
 
@@ -97,6 +102,15 @@ class Monkey:
     async def hit(self) -> None:
         """One fault; waits for its end."""
         kind = self._random.choices(self._kinds, [_WEIGHTS[kind] for kind in self._kinds])[0]
+        if kind in STORE_FAULTS:
+            assert self._stores is not None
+            now = time.perf_counter()
+            fault = Fault(kind, STORE_FAULTS[kind], 0, now, now)
+            self.faults.append(fault)
+            self._told(fault)
+            await self._stores.hit(kind, self._random)
+            fault.until = time.perf_counter()
+            return
         role, victim = await self._victim()
         now = time.perf_counter()
         fault = Fault(kind, role, victim.pid, now, now)

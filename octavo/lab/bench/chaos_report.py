@@ -81,6 +81,8 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[Failure]
     #: What is not as before: processes, shared memory, descriptors, files, the exit code.
     leftovers: list[str]
+    #: By tier of the KV stores and event: blocks, over all engine cores.
+    stores: dict[str, dict[str, int]] = {}
 
     @property
     def num_failed(self) -> int:
@@ -160,6 +162,8 @@ def as_text(report: ChaosReport) -> str:
             + (f"  {pauses.median:16.2f}  {pauses.p99:6.2f}  {pauses.worst:6.2f}" if pauses else " " * 34)
             + (f"  {first.median:21.2f}  {first.worst:6.2f}" if first else "")
         )
+    for tier, events in report.stores.items():
+        lines += ["", f"KV store, {tier}: " + ", ".join(f"{count} {event}" for event, count in events.items())]
     lines += _failed(report)
     lines += ["", *(f"not as before: {left}" for left in report.leftovers)] if report.leftovers else []
     count = sum(kind.answers for kind in report.requests.values())

@@ -20,6 +20,7 @@ from octavo.lab.bench.chaos_client import ChaosClient, Checker, Exchange, ask_at
 from octavo.lab.bench.chaos_faults import FAULTS, Fault, Monkey
 from octavo.lab.bench.chaos_leftovers import Holdings, after_its_end, until_settled
 from octavo.lab.bench.chaos_processes import MARK, shared_memory
+from octavo.lab.bench.chaos_stores import ChaosStores, store_counts
 from octavo.lab.bench.chaos_workload import ADAPTERS, KINDS, ChaosRequest, make_requests
 from octavo.lab.bench.own_server import OwnServer, own_server, token_id_range
 from octavo.loader.resolve import resolve_model
@@ -45,6 +46,8 @@ class ChaosSettings:
     #: Kinds of requests and of faults.
     kinds: tuple[str, ...] = KINDS
     faults: tuple[str, ...] = FAULTS
+    #: KV stores of the server, some of ``chaos_stores.STORES``; their faults come beside the others.
+    stores: tuple[str, ...] = ()
     #: Seconds without a chunk after which a stream counts as broken.
     patience: float = 300.0
     #: Where the server's log goes.
@@ -62,6 +65,8 @@ class _Notes:
     begin: float = 0.0
     seconds: float = 0.0
     leftovers: list[str] = field(default_factory=list)
+    #: By tier of the KV stores and event: blocks.
+    stores: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def run(options: EngineConfig, settings: ChaosSettings, told: Callable[[str], object]) -> chaos_report.ChaosReport:
@@ -83,9 +88,15 @@ def run(options: EngineConfig, settings: ChaosSettings, told: Callable[[str], ob
             more |= {"enable_lora": True, "lora_modules": {adapter: str(Path(name, adapter)) for adapter in ADAPTERS}}
         mark = f"{os.getpid()}-{time.time_ns()}"
         shm_before = shared_memory()
-        with own_server(options, more, {MARK: mark, "TMPDIR": str(temp)}) as server:
+        folder = Path(name, "stores")
+        folder.mkdir()
+        stores = ChaosStores(folder, settings.stores) if settings.stores else None
+        with contextlib.ExitStack() as stack:
+            if stores is not None:
+                more |= stack.enter_context(stores.running())
+            server = stack.enter_context(own_server(options, more, {MARK: mark, "TMPDIR": str(temp)}))
             try:
-                asyncio.run(_measure(server, temp, requests, options, settings, notes, told))
+                asyncio.run(_measure(server, temp, requests, options, settings, stores, notes, told))
                 told("the server ends")
                 notes.leftovers += after_its_end(server, temp, mark, shm_before)
             finally:
@@ -109,6 +120,7 @@ async def _measure(
     requests: list[ChaosRequest],
     options: EngineConfig,
     settings: ChaosSettings,
+    stores: ChaosStores | None,
     notes: _Notes,
     told: Callable[[str], object],
 ) -> None:
@@ -142,6 +154,7 @@ async def _measure(
         hang=options.step_timeout if "step_timeout" in options.model_fields_set else _HANG_SECONDS,
         kinds=settings.faults,
         goes_on=lambda since: sum(at > since for at in client.recent) >= _GONE_ON * settings.clients,
+        stores=stores,
         told=lambda fault: told(f"{fault.at - notes.begin:.1f} s: {fault.name} {fault.pid}"),
     )
     notes.faults = monkey.faults
@@ -156,6 +169,8 @@ async def _measure(
         monkey.close()
     notes.seconds = time.perf_counter() - notes.begin
     notes.leftovers += await until_settled(server, temp, before)
+    if stores is not None and server.process.poll() is None:
+        notes.stores = await asyncio.to_thread(store_counts, server.url)
 
 
 async def _disturb(monkey: Monkey, seconds: float) -> None:
@@ -197,4 +212,5 @@ def _report(
         timeline=chaos_report.timeline(notes.faults, notes.begin),
         failures=chaos_report.failures(notes.exchanges, notes.checker.truths, notes.begin),
         leftovers=notes.leftovers,
+        stores=notes.stores,
     )

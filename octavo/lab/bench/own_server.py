@@ -69,6 +69,8 @@ def own_server(
         ConfigError: it does not start.
     """
     content = options.model_dump(mode="json", exclude_unset=True) | dict(more or {})
+    if options.kv_store is not None:  # the whole URL: its password is left out for reports
+        content["kv_store"] = options.kv_store
     server = {
         "port": 0,
         "served_model_name": SERVED_NAME,

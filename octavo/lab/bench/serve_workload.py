@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from octavo.core.cache_hints import RETENTION_SECONDS
 from octavo.core.errors import ConfigError
 from octavo.lab.workloads.draws import Weighted, zipf
 from octavo.lab.workloads.work_items import WorkItem
@@ -31,8 +32,8 @@ class Request:
 def requests(items: Iterable[WorkItem], prompt: Callable[[WorkItem], str | list[int]]) -> list[Request]:
     """A request for each item, with the trace's prompt or else the one that ``prompt`` makes.
 
-    User and priority are fields of its body. The targets are not: only servers that schedule by them take them, see
-    ``with_targets``.
+    User, priority and cache hints are fields of its body. The targets are not: only servers that schedule by them take
+    them, see ``with_targets``.
     """
     return [_request(item, prompt(item) if item.prompt is None else item.prompt) for item in items]
 
@@ -54,6 +55,10 @@ def _request(item: WorkItem, prompt: str | Sequence[int]) -> Request:
         body["user"] = item.user
     if item.priority:
         body["priority"] = item.priority
+    if item.cache_ttl:
+        body["prompt_cache_retention"] = "in_memory" if item.cache_ttl <= RETENTION_SECONDS["in_memory"] else "24h"
+    if item.cache_ttl and item.session is not None:
+        body["prompt_cache_key"] = item.session
     targets = {"ttft": item.ttft_target, "tpot": item.tpot_target}
     limits = {name: target for name, target in targets.items() if target is not None}
     return Request(prompt, item.output_len, item.at, body, limits)

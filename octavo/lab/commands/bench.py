@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ examples:
   octavo bench executor --running 1,64,1024 --tensor-parallel-size 2
   octavo bench calibrate smollm2-135m --json profile.json
   octavo bench simulation smollm2-135m --profile profile.json --seconds 20
-  octavo bench failover smollm2-135m --data-parallel-size 2 --num-threads 1 --profile one-thread.json
+  octavo bench failover smollm2-135m --data-parallel-size 2 --num-threads 1 --failures kill,drain,restart
   octavo bench grammar smollm2-135m --batches 1,64
   octavo bench allocators smollm2-135m --cases short,long
   octavo bench policies smollm2-135m --places process,simulated
@@ -81,9 +82,11 @@ scheduler  processor time of schedule and update in a step, in microseconds, wit
            time of other processes; and how often the garbage collector ran in them, by generation
 executor   microseconds from a step's plan to its result, without a model, for the workers of the parallelism options
 calibrate  seconds of steps of a model, and the profile for 'octavo simulate' that fits them; wants a quiet machine
-simulation workloads on the engine, by the clock, and the same simulated with a profile: how far the figures differ
-failover   a server's replica is killed under load: latencies, pauses and recovery, measured, and simulated with the
-           profile of one replica; --seconds of arrivals at the share --load of what the replicas can serve
+simulation workloads on the engine, by the clock, and the same simulated with a profile: how far the figures differ;
+           medians of --rounds, a disturbed run is repeated up to --again times and marked with * if that did not help
+failover   a server's replica is killed under load, or drained for a while, or all are restarted one after the other
+           (--failures): latencies, pauses and recovery, measured, and simulated with the profile of one replica;
+           --seconds of arrivals at the share --load of what the replicas can serve
 grammar    structured output: time of masks for ten schemas of growing size, throughput of batches whose requests all
            have a schema against none, and what a schema adds to the time to the first token; --batches, --output-len
            and --rounds count
@@ -131,6 +134,9 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each workload's arrivals (20)")
     parser.add_argument("--load", type=float, default=0.5, metavar="X", help="of failover: share of the capacity (0.5)")
+    parser.add_argument(
+        "--failures", default="kill", metavar="F,F", help="of failover: kill, drain, restart, one run each (kill)"
+    )
     parser.add_argument(
         "--rounds",
         type=int,
@@ -335,6 +341,7 @@ def _executor(arguments: Arguments, model: str | None, stream: IO[str] | None) -
 
 def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None:
     from octavo.engine.llm import LLM
+    from octavo.lab.bench.steady import Guard
     from octavo.lab.bench.validate import ValidatedWorkload, compare, summary
     from octavo.lab.simulate.step_profile import load_profile
 
@@ -342,22 +349,25 @@ def _simulation(arguments: Arguments, model: str | None, stream: IO[str] | None)
     check_positive(arguments, "seconds")
     llm = LLM(**read_engine_config(arguments, model).model_dump(exclude_unset=True))
     comparisons: list[ValidatedWorkload] = []
+    guard = Guard(again=arguments.again, say=logging.getLogger("octavo").info)
 
     def collected() -> Iterator[ValidatedWorkload]:
-        for comparison in compare(llm, profile, arguments.seconds, rounds=arguments.rounds):
+        for comparison in compare(llm, profile, arguments.seconds, rounds=arguments.rounds, guard=guard):
             comparisons.append(comparison)
             yield comparison
 
     def line(c: ValidatedWorkload) -> str:
-        each = zip(c.pairs, c.errors, c.paced_errors, strict=True)
-        columns = (f"{measured:8.3f} {error:+7.1%} {paced:+7.1%}" for (measured, _), error, paced in each)
-        return f"{c.kind:13} {c.load:5.0%} {c.requests:8} {c.pace:6.3f}  " + "  ".join(columns)
+        each = zip(c.pairs, c.errors, c.paced_errors, c.followed_errors, strict=True)
+        columns = (f"{m:8.3f} {error:+7.1%} {paced:+7.1%} {followed:+7.1%}" for (m, _), error, paced, followed in each)
+        mark = "*" if c.disturbed else " "
+        return f"{c.kind:13} {c.load:5.0%}{mark}{c.requests:8} {c.pace:6.3f}  " + "  ".join(columns)
 
-    names = "".join(f"  {name:>24}" for name in ValidatedWorkload.FIGURES)
-    title = f"kind           load requests   pace{names}\n{'':37}(measured in s; simulated; simulated at this pace)"
+    names = "".join(f"  {name:>32}" for name in ValidatedWorkload.FIGURES)
+    explained = "(measured in s; simulated; simulated at this pace; at the pace of each 2 s)"
+    title = f"kind           load requests   pace{names}\n{'':37}{explained}"
     show(collected(), stream, title, line)
     if stream is None:
-        print(summary(comparisons))
+        print("\n".join([summary(comparisons), *guard.report()]))
 
 
 def _sizes(text: str) -> list[int]:

@@ -27,6 +27,7 @@ examples:
   octavo bench chaos --data-parallel-size 2 --standby-engines 1
   octavo bench chaos --tensor-parallel-size 2 --faults kill,stop --step-timeout 5
   octavo bench chaos --interval 0 --kinds chat,beams
+  octavo bench chaos --stores disk,shared --num-gpu-blocks-override 600 --faults kill,damage,fill,store-kill,store-pause
 
 It starts a server of its own, with the engine's options that are given (--engine-restarts without a limit and
 --step-timeout 10, if they are not, of which the time does not count in which other processes had the processors;
@@ -34,14 +35,16 @@ n-gram drafts, except with pipeline stages). Each distinct request is first comp
 alone. Then the clients ask for them at random, while engine cores and workers are killed (SIGKILL), stopped (SIGSTOP),
 paused (SIGSTOP, then SIGCONT) and starved (lowest priority beside busy processes). Every answer must be the one that
 the request got alone, bit for bit: texts, token ids, logprobs, finish reasons, usage. Processes, shared memory,
-descriptors and files must be as before in the end. --seed decides what is asked and what is hit when. Exit code 1 if
-anything fails.
+descriptors and files must be as before in the end. With --stores the server has KV stores on a small disk (a mounted
+one, if the user may) and in a Redis server of 64 MiB; values are damaged, the disk is filled, and the Redis server is
+killed and stopped, too. --seed decides what is asked and what is hit when. Exit code 1 if anything fails.
 """
 
 
 def make_parser() -> Parser:
     """The command's parser."""
     from octavo.lab.bench.chaos_faults import FAULTS
+    from octavo.lab.bench.chaos_stores import FAULTS as STORE_FAULTS
     from octavo.lab.bench.chaos_workload import KINDS
 
     parser = Parser(
@@ -55,7 +58,13 @@ def make_parser() -> Parser:
     chaos("--duration", type=float, default=600.0, metavar="S", help="seconds in which requests begin (600)")
     chaos("--interval", type=float, default=15.0, metavar="S", help="mean seconds between faults; 0: none (15)")
     chaos("--kinds", default=",".join(KINDS), metavar="K,K", help=f"of requests ({','.join(KINDS)})")
-    chaos("--faults", default=",".join(FAULTS), metavar="F,F", help=f"kinds of faults ({','.join(FAULTS)})")
+    of_stores = ", ".join(f"{fault} ({store})" for fault, store in STORE_FAULTS.items())
+    chaos(
+        "--faults",
+        metavar="F,F",
+        help=f"kinds of faults ({','.join(FAULTS)}, and those of the stores: {of_stores})",
+    )
+    chaos("--stores", metavar="S,S", help="KV stores for the server: disk, shared (needs redis-server)")
     chaos(
         "--patience", type=float, default=300.0, metavar="S", help="seconds without a chunk that break a stream (300)"
     )
@@ -70,6 +79,7 @@ def run(arguments: Arguments) -> int:
     from octavo.lab.bench import chaos_run
     from octavo.lab.bench.chaos_faults import FAULTS
     from octavo.lab.bench.chaos_report import as_text
+    from octavo.lab.bench.chaos_stores import FAULTS as STORE_FAULTS
 
     model = take_model(arguments)
     options = read_engine_config(arguments, model or DEFAULT_MODEL)
@@ -77,17 +87,20 @@ def run(arguments: Arguments) -> int:
     check_range(arguments, "interval", least=0)
     check_positive(arguments, "duration", "patience")
     check_folder(arguments.log, "--log")
+    stores = tuple(arguments.stores.split(",")) if arguments.stores else ()
+    known = (*FAULTS, *(fault for fault, store in STORE_FAULTS.items() if store in stores))
     settings = chaos_run.ChaosSettings(
         clients=arguments.clients,
         duration=arguments.duration,
         interval=arguments.interval,
         kinds=tuple(arguments.kinds.split(",")),
-        faults=tuple(arguments.faults.split(",")),
+        faults=tuple(arguments.faults.split(",")) if arguments.faults else known,
+        stores=stores,
         patience=arguments.patience,
         log=arguments.log,
     )
-    if unknown := set(settings.faults) - set(FAULTS):
-        raise ConfigError(f"there is no fault {sorted(unknown)[0]!r}; there are {', '.join(FAULTS)}")
+    if unknown := set(settings.faults) - set(known):
+        raise ConfigError(f"there is no fault {sorted(unknown)[0]!r}; there are {', '.join(known)}")
     with json_output(arguments) as stream:
         report = chaos_run.run(options, settings, lambda words: print(words, file=sys.stderr, flush=True))
         if stream is not None:

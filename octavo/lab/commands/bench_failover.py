@@ -1,4 +1,4 @@
-"""``octavo bench failover``: prints what the kill of a replica costs, measured and simulated."""
+"""``octavo bench failover``: prints what kills, drains and restarts of replicas cost, measured and simulated."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ def run(arguments: Arguments, model: str | None, stream: IO[str] | None) -> None
 
     profile = load_profile(arguments.profile)
     check_positive(arguments, "seconds", "load")
-    result = measure(read_engine_config(arguments, model), profile, arguments.load, arguments.seconds)
+    failures = [word.strip() for word in arguments.failures.split(",")]
+    result = measure(read_engine_config(arguments, model), profile, arguments.load, arguments.seconds, failures)
+    away = [
+        f"{run.name}, simulated at the pace {run.pace:.3f}"
+        + "".join(f"; replica {o.replica} away at {o.at:.2f} s for {o.seconds:.2f} s" for o in run.outages)
+        for run in result.runs
+    ]
     lines = [
-        f"{result.replicas} replicas, {result.requests} requests, {result.requests_per_s:.3f} a second; "
-        f"a replica killed at {result.killed_at:.2f} s, back after {result.restart_seconds:.2f} s; "
-        f"simulated at the paces {result.paces[0]:.3f} and {result.paces[1]:.3f}",
+        f"{result.replicas} replicas, {result.requests} requests, {result.requests_per_s:.3f} a second",
+        *away,
         f"{'run':15} {'figure':16} {'measured':>9} {'simulated':>9} {'ratio':>6}",
         *(f"{f.run:15} {f.name:16} {f.measured:9.3f} {f.simulated:9.3f} {f.ratio:6.2f}" for f in result.figures),
     ]

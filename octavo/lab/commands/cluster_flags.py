@@ -26,6 +26,9 @@ OPTIONS = frozenset(SchedulerOptions.model_fields) | {
     "num_gpu_blocks_override",
     "num_host_blocks_override",
     "kv_cache_memory_bytes",
+    "kv_disk",
+    "kv_disk_bytes",
+    "kv_store",
     "swap_space",
 }
 DEFAULT_PROFILE = "smollm2-135m-2-cores"

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from octavo.lab.commands.simulate_report import PolicyRun
     from octavo.lab.simulate.cluster.spec import ClusterSpec
     from octavo.lab.simulate.engine import MaxTokens
-    from octavo.lab.simulate.figures import Completions, Latency, RunFigures
+    from octavo.lab.simulate.figures import Completions, Latency, RunFigures, StoreFigures
     from octavo.lab.simulate.step_profile import StepProfile
     from octavo.lab.workloads.work_items import WorkItem
 
@@ -52,6 +52,7 @@ examples:
   octavo simulate --profile mine.json --trace azure.csv --num-gpu-blocks-override 2000 --json -
   octavo simulate --request-rate 1.5 --max-num-seqs 24 --output-len chat --compare sjf,srpt,mlfq --report out.html
   octavo simulate --profile llama-3.1-8b-h100 --replicas 8 --router prefix --turns 4 --request-rate 20
+  octavo simulate --scenario agent --kv-disk store --kv-disk-bytes 4GiB
   octavo simulate profile llama-3.1-8b-shape --bandwidth-gb-s 3350 --tflops 989 --memory-gb 80
   octavo simulate --request-rate 4 --num-requests 200 --num-gpu-blocks-override 400 --record run.jsonl
   octavo simulate --scenario heavy-tailed-90 --compare srpt,sjf
@@ -288,10 +289,20 @@ def _table(profile: StepProfile, f: RunFigures) -> list[str]:
         *(_line(name, getattr(f, name)) for name in ("ttft", "tpot", "itl", "e2e")),
         *_goodput(f),
         f"preempted {f.preemptions_by_recompute} by recompute ({f.recomputed_tokens} tokens), {f.preemptions_by_swap} "
-        f"by swap; {f.prefix_hit_tokens} prompt tokens found in the prefix cache",
+        f"by swap; {f.prefix_hit_tokens} prompt tokens found in the prefix cache"
+        + (f" ({f.prefix_hit_tokens / f.prefix_queried_tokens:.1%})" if f.prefix_queried_tokens else ""),
         f"on average {f.mean_running:.1f} running, {f.mean_blocks_used:.0f} of {f.num_blocks} blocks used",
+        *(_store_line(tier, store) for tier, store in f.stores.items()),
         *cluster_lines(f),
     ]
+
+
+def _store_line(tier: str, store: StoreFigures) -> str:
+    return (
+        f"KV store, {tier}: {store.found} blocks found of {store.asked} looked for, {store.bytes_read / 1e9:.2f} GB "
+        f"read in {store.read_seconds:.2f} s; {store.written} written ({store.bytes_written / 1e9:.2f} GB), "
+        f"{store.dropped} dropped, {store.evicted} evicted; holds {store.held_bytes / 1e9:.2f} GB"
+    )
 
 
 def _goodput(f: RunFigures) -> list[str]:

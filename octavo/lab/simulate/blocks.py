@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from octavo.config.engine_config import EngineConfig
 from octavo.core.errors import ConfigError
 from octavo.lab.simulate.step_profile import StepProfile
 from octavo.memory.block_manager import BlockManager
+from octavo.memory.stored import StoreLimits
 
 _GIB = 1 << 30
 _DEFAULT_SWAP_SPACE = 4 * _GIB
@@ -44,8 +46,19 @@ def make_simulated_blocks(
         watermark=options.watermark,
         prefix_caching=options.enable_prefix_caching,
         host_cache=options.host_prefix_cache,
+        hold_share=options.cache_hold_share,
+        **_store_limits(options, block_bytes),
     )
     return longest, blocks, options, in_flight
+
+
+def _store_limits(options: EngineConfig, block_bytes: int) -> dict[str, StoreLimits]:
+    """Those of an engine, in blocks: the unit of a block manager that is given a number of blocks."""
+    if options.kv_disk is None and options.kv_store is None:
+        return {}
+    limits = StoreLimits()
+    step, fetch = max(1, limits.step_bytes // block_bytes), max(1, limits.fetch_bytes // block_bytes)
+    return {"stores": replace(limits, step_bytes=step, fetch_bytes=fetch)}
 
 
 def _num_host_blocks(options: EngineConfig, block_bytes: int) -> int:

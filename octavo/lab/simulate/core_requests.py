@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from octavo.core.cache_hints import Breakpoint, CacheHints
 from octavo.core.request import EngineCoreRequest, Generate, RequestOptions, SequenceStatus
 from octavo.core.sampling_params import SamplingParams
 from octavo.lab.workloads.work_items import WorkItem
@@ -21,6 +22,16 @@ def _task(max_tokens: int | None, samples: int) -> Generate:
     return Generate(params, seed=0, stop_token_ids=[STOP])
 
 
+def cache_hints(item: WorkItem) -> CacheHints:
+    """What an item asks to be kept: what it shares with other conversations, and its whole prompt."""
+    marks, end = [], 0
+    for name, length in item.prefix:
+        end += length
+        if name != item.stream:
+            marks.append(Breakpoint(end, item.cache_ttl))
+    return CacheHints(tuple(marks), item.cache_ttl, item.session or "")
+
+
 def core_request(
     number: int, item: WorkItem, prompt: list[int], max_tokens: int | None, samples: int = 1
 ) -> EngineCoreRequest:
@@ -35,6 +46,7 @@ def core_request(
             user=item.user or "",
             ttft_target=item.ttft_target,
             tpot_target=item.tpot_target,
+            cache_hints=cache_hints(item) if item.cache_ttl else None,
         ),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -14,8 +14,10 @@ from octavo.core.request import AdmissionStats, CompletionResumePoint, ResumePoi
 from octavo.engine.core import StepLoop
 from octavo.lab.simulate.blocks import make_simulated_blocks
 from octavo.lab.simulate.core_requests import STOP, add_with_computed_kv, core_request
+from octavo.lab.simulate.figures import StoreFigures, add_stores
 from octavo.lab.simulate.prompt_ids import TOKEN, prompt_of
 from octavo.lab.simulate.step_profile import Overhead, StepProfile
+from octavo.lab.simulate.stores import SimulatedStore, StoreClient, make_disk, make_shared
 from octavo.lab.simulate.work import count_work
 from octavo.lab.workloads.tokens import output_ids
 from octavo.lab.workloads.work_items import WorkItem
@@ -25,6 +27,8 @@ from octavo.scheduler.scheduler import Scheduler
 
 #: Seconds of a step that computes and moves nothing, as while ``scheduler_delay_factor`` holds prompts back.
 _EMPTY_STEP = 20e-6
+#: Most seconds of an empty step that waits for a fetch, as in a worker.
+_LONGEST_WAIT = 0.02
 _NEVER = 1 << 60
 _NO_ANSWER: tuple[int, list[int]] = (0, [])
 
@@ -84,6 +88,8 @@ class SimulatedEngine:
         on_plan: OnPlan | None = None,
         make_blocks: Callable[..., BlockManager] = BlockManager,
         samples: int = 1,
+        disk: SimulatedStore | None = None,
+        shared: SimulatedStore | None = None,
     ) -> None:
         """Makes the blocks as an engine with these options would, in memory as the profile says.
 
@@ -96,6 +102,8 @@ class SimulatedEngine:
             on_plan: called for each step when it is planned: its sequences hold the blocks that it writes.
             make_blocks: called as ``BlockManager`` is.
             samples: sequences of each request, which share its prompt (``n``); a request has the tokens of all.
+            disk: a KV store that outlives the engine; without one it makes that of its options, if they ask for it.
+            shared: a KV store that other engines use too; likewise.
 
         Raises:
             ConfigError: options of parallelism are given, or ``max_model_len`` does not fit.
@@ -112,6 +120,10 @@ class SimulatedEngine:
         self.scheduler = Scheduler(self.blocks, self.options, self.max_model_len, clock=lambda: self.now)
         if options.preemption_mode == "auto" and profile.moved:
             self.scheduler.move_cost.observe_move(1, profile.swap_seconds(1, options.block_size))
+        stores = [disk or make_disk(options), shared or make_shared(profile, options)]
+        used = [store for store in stores if store is not None]
+        #: None without KV stores.
+        self.stores = StoreClient(profile, options.block_size, used) if used else None
         self._workers = _Workers(self)
         # The loop needs no other method of an executor than ``submit``, as no step fails.
         self._loop = StepLoop(self.scheduler, cast(Any, self._workers), max_in_flight=in_flight)
@@ -135,7 +147,12 @@ class SimulatedEngine:
         return len(self._open)
 
     def wait_until(self, now: float) -> None:
-        """Lets the idle engine's clock run on to a moment; nothing happens if that is past."""
+        """Lets the idle engine's clock run on to a moment; nothing happens if that is past.
+
+        Meanwhile it passes blocks to its KV stores.
+        """
+        while self.now < now and not self._open and self.scheduler.has_writes:
+            self._loop.step()
         self.now = max(self.now, now)
 
     def add(self, number: int, item: WorkItem, progress: SimulatedRequest | None = None) -> SimulatedRequest:
@@ -221,6 +238,11 @@ class SimulatedEngine:
     def busy(self) -> float:
         """Seconds of all steps."""
         return self._loop.times.worker
+
+    def store_figures(self, before: Mapping[str, StoreFigures]) -> dict[str, StoreFigures]:
+        """Those of its KV stores, added to those of engines that had them before."""
+        stats = self.stores.stats() if self.stores is not None else []
+        return add_stores(before, ((one.tier, one) for one in stats), same=("disk", "shared"))
 
     def _sequence(self, number: int) -> int:
         return self.scheduler.queues.groups[number].seqs[0].seq_id
@@ -337,20 +359,28 @@ class _Workers:
             work.moved -= len(arrived) * engine.options.block_size
         busy = work.tokens or work.moved or work.copied
         seconds = engine.profile.seconds(work) if busy else _EMPTY_STEP
+        begin = max(self._free_at, engine.now)
+        if engine.stores is not None:
+            engine.stores.begin(plan, begin)
+            if plan.awaits_prepared:
+                seconds = max(seconds, min(engine.stores.next_end - begin, _LONGEST_WAIT))
         if engine.on_plan is not None:
             engine.on_plan(plan, seconds)
-        self._free_at = max(self._free_at, engine.now) + seconds
-        swapping = engine.profile.swap_seconds(work.transfers, work.moved)
+        self._free_at = begin + seconds
+        swapped = work.transfers - len(plan.blocks_fetched)
+        swapping = engine.profile.swap_seconds(swapped, swapped * engine.options.block_size)
         result = StepResult(plan.step, seconds=seconds, swap_seconds=swapping)
         every = len(sampled) == len(plan.seq_ids) and not plan.forks
         result.seq_ids = plan.seq_ids if every else [seq.seq_id for seq in sampled]
         if result.swap_seconds:
-            result.swaps = [(work.moved // engine.options.block_size, result.swap_seconds)]
+            result.swaps = [(swapped, result.swap_seconds)]
         return _SimulatedStep(self, result, sampled, self._free_at)
 
     def done(self, result: StepResult, sampled: list[Sequence], end: float) -> StepResult:
         """The step's result, at its end."""
         self._engine.now = max(self._engine.now, end)
+        if self._engine.stores is not None:
+            self._engine.stores.end(result, end)
         result.token_ids = tokens = [TOKEN] * len(sampled)
         if self.answers:
             for i, seq in enumerate(sampled):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from octavo.core.stats import StoreTierStats
 from octavo.lab.workloads.work_items import WorkItem
 
 #: Bins of a histogram of gaps per factor of e: each is half a percent wide.
@@ -182,6 +184,39 @@ class ServiceByUser(msgspec.Struct, frozen=True):
     all_wait_until: float = 0.0
 
 
+class StoreFigures(msgspec.Struct, frozen=True):
+    """A tier of KV stores: what all engines did with it, and what it holds in the end."""
+
+    asked: int = 0
+    found: int = 0
+    written: int = 0
+    dropped: int = 0
+    evicted: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    held_bytes: int = 0
+    max_bytes: int = 0
+
+
+_OF_STORE = ("evicted", "held_bytes", "max_bytes")
+
+
+def add_stores(
+    total: Mapping[str, StoreFigures], more: Iterable[tuple[str, StoreTierStats | StoreFigures]], same: Container[str]
+) -> dict[str, StoreFigures]:
+    """Both together, by tier. ``same``: tiers whose store is one and the same, so that what it holds counts once."""
+    sums = dict(total)
+    for tier, one in more:
+        before = msgspec.structs.asdict(sums.get(tier, StoreFigures()))
+        for name, value in before.items():
+            now = getattr(one, name)
+            before[name] = now if name in _OF_STORE and tier in same else value + now
+        sums[tier] = StoreFigures(**before)
+    return sums
+
+
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a run; times in seconds."""
 
@@ -206,7 +241,10 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     preemptions_by_recompute: int = 0
     preemptions_by_swap: int = 0
     recomputed_tokens: int = 0
+    prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    #: Of the KV stores, by tier.
+    stores: dict[str, StoreFigures] = {}
     num_blocks: int = 0
     #: Mean over time, of the samples; and queues and blocks over time.
     mean_running: float = 0.0

@@ -45,6 +45,18 @@ class Overhead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arrival: Seconds = 0.0
 
 
+class StoreCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Costs of a KV store, beside the steps: it reads while it writes, and one call after the other."""
+
+    #: Of each call: of a write, and of a fetch.
+    call: Seconds
+    #: Of each byte.
+    read: Seconds
+    write: Seconds
+    #: Most bytes of a shared store; the bound of a disk is ``kv_disk_bytes``.
+    max_bytes: _Count = 64 << 30
+
+
 class FitError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Relative error of the fitted seconds of some steps, as shares of the measured ones."""
 
@@ -88,6 +100,10 @@ class StepProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     copied: Seconds
     #: Of each block swapped out or in, whatever its size: what it takes to start its copies.
     transfer: Seconds = 0.0
+    #: KV stores, if an engine has them. The defaults are those of an NVMe disk (2.5 and 1.25 GB/s), and of a Redis
+    #: server behind a network of 10 Gbit/s.
+    disk: StoreCosts = StoreCosts(call=100e-6, read=4e-10, write=8e-10)
+    shared: StoreCosts = StoreCosts(call=500e-6, read=1e-9, write=1e-9)
     #: In one process with the program that adds requests, and behind a server.
     offline: Overhead = Overhead()
     server: Overhead = Overhead()

@@ -23,10 +23,10 @@ class StepWork:
     pairs: int = 0
     #: Rows of the head and of sampling.
     sampled: int = 0
-    #: Token slots of the blocks that are swapped out or in, and of those that are copied on the device.
+    #: Token slots of the blocks of ``transfers``, and of those that are copied on the device.
     moved: int = 0
     copied: int = 0
-    #: Blocks that are swapped out or in.
+    #: Blocks that are swapped out or in, or were fetched from a KV store.
     transfers: int = 0
 
 
@@ -63,7 +63,7 @@ def count_work(plan: StepPlan, queues: SchedulingState) -> tuple[StepWork, list[
     if plan.forks:
         sampled = [*sampled, *(by_id[fork.child] for fork in plan.forks)]
         work.sampled = len(sampled)
-    work.transfers = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
+    work.transfers = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in) + len(plan.blocks_fetched)
     work.moved = work.transfers * block_size
     work.copied = len(plan.blocks_to_copy) * block_size
     return work, sampled

@@ -33,6 +33,7 @@ _DEFAULTS: dict[str, Any] = {
     "shared_prefix_len": 0,
     "think_time": Conversations.think,
     "max_context": Conversations.max_context,
+    "cache_ttl": 0.0,
     "request_class": [],
 }
 
@@ -67,6 +68,7 @@ def add_workload_flags(parser: argparse.ArgumentParser, requests: int | None = D
         metavar="N",
         help=f"a conversation ends before it has more tokens ({_DEFAULTS['max_context']})",
     )
+    add("--cache-ttl", type=float, metavar="S", help="clients ask to keep each prompt's prefix for S seconds (0: not)")
     add("--users", metavar="USERS", help="COUNT, zipf:COUNT,EXPONENT or NAME=SHARE[:WEIGHT],...")
     add(
         "--request-class",
@@ -159,6 +161,7 @@ def make_workload(arguments: argparse.Namespace, seed: int, requests: int = DEFA
         system_prompts=parse_system_prompts(arguments.system_prompts) if arguments.system_prompts else None,
         conversations=conversations,
         users=parse_users(arguments.users) if arguments.users else (),
+        cache_ttl=arguments.cache_ttl,
         classes=tuple(parse_class(text) for text in arguments.request_class),
         trace=trace,
         seed=seed,

@@ -35,6 +35,9 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     priority: int = 0
     #: The conversation that it is a turn of; its turns arrive in order. None: a request of its own.
     session: str | None = None
+    #: Seconds to keep the blocks of its prompt for later requests, as a client who knows its next turn asks for
+    #: (cache breakpoints at the ends of ``prefix`` and of the prompt); 0: it asks for nothing.
+    cache_ttl: float = 0.0
     #: The prompt itself, of a trace that has it.
     prompt: str | tuple[int, ...] | None = None
 

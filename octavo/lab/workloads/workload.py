@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class Workload:
     #: None of them: requests have no user, or no targets. All turns of a conversation have the same.
     users: tuple[User, ...] = ()
     classes: tuple[RequestClass, ...] = ()
+    #: See ``WorkItem``.
+    cache_ttl: float = 0.0
     #: Gives lengths and prompts, and the times unless there are ``arrivals``.
     trace: Trace | None = None
     seed: int = 0
@@ -56,6 +59,7 @@ class Workload:
     def __post_init__(self) -> None:
         require(self.requests >= 1, f"a workload has at least 1 request, not {self.requests}")
         require(self.shared_prefix_len >= 0, "a shared prefix has at least 0 tokens")
+        require(0 <= self.cache_ttl < math.inf, f"a cache TTL is at least 0 seconds, not {self.cache_ttl:g}")
         if self.conversations is not None and self.trace is not None:
             raise ConfigError("a trace has its own requests: leave out conversations")
 
@@ -85,6 +89,7 @@ class _Shared(NamedTuple):
     user: str | None
     weight: float
     kind: RequestClass
+    cache_ttl: float
 
 
 _NO_CLASS = RequestClass()
@@ -129,6 +134,7 @@ class _Maker:
             user.name if user is not None else None,
             user.weight if user is not None else 1.0,
             load.classes[self._classes.draw(self._of_classes)] if load.classes else _NO_CLASS,
+            load.cache_ttl,
         )
 
 
@@ -145,6 +151,7 @@ def _item(at: float, lengths: tuple[int, int], stream: str, shared: _Shared, ses
         tpot_target=shared.kind.tpot_target,
         priority=shared.kind.priority,
         session=session,
+        cache_ttl=shared.cache_ttl,
     )
 
 

@@ -449,5 +449,8 @@ async def _answer_all(chats: list[PendingChatCompletion]) -> bytes:
         usage.prompt_tokens += other.usage.prompt_tokens
         usage.completion_tokens += other.usage.completion_tokens
         usage.total_tokens += other.usage.total_tokens
-        usage.prompt_tokens_details.cached_tokens += other.usage.prompt_tokens_details.cached_tokens
+        cached, more = usage.prompt_tokens_details, other.usage.prompt_tokens_details
+        cached.cached_tokens += more.cached_tokens
+        if "cache_write_tokens" in more.model_fields_set:
+            cached.cache_write_tokens += more.cache_write_tokens
     return response.encode()

@@ -96,6 +96,7 @@ class FunctionDefinition(RequestModel):
 class FunctionTool(RequestModel):
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
     _sent: Any = PrivateAttr(None)
 
     @model_validator(mode="wrap")
@@ -122,6 +123,7 @@ class CustomTool(RequestModel):
 
     type: Literal["custom"]
     custom: CustomDefinition
+    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
 
 
 class OtherTool(RequestModel):
@@ -342,6 +344,8 @@ class CompletionRequest(GenerationRequest):
 class TextPart(RequestModel):
     type: TextKind
     text: str
+    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
+    prompt_cache_breakpoint: Any = Field(None, description='{"mode": "explicit"}: hold the prompt up to here.')
 
 
 class ImageUrl(RequestModel):
@@ -351,6 +355,8 @@ class ImageUrl(RequestModel):
 class ImagePart(RequestModel):
     type: Annotated[Literal["image_url"], SEEN]
     image_url: str | ImageUrl
+    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
+    prompt_cache_breakpoint: Any = Field(None, description='{"mode": "explicit"}: hold the prompt up to here.')
 
     @property
     def url(self) -> str:
@@ -378,6 +384,7 @@ class ChatMessage(RequestModel):
     reasoning_content: str | None = Field(None, description="The reasoning of the assistant; also named reasoning.")
     reasoning: Any = Field(None, description="Another name of reasoning_content.")
     reasoning_details: Any = Field(None, description="The same as a list of parts.")
+    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
 
 
 class TemplateOptions(ThinkingFields):
@@ -427,6 +434,7 @@ StopReason = str | int | None
 
 class PromptDetails(ResponseModel):
     cached_tokens: int = Field(description="Prefix cache hits of the prompt.")
+    cache_write_tokens: int = Field(0, description="Tokens that were not found and are held now, if it was asked for.")
 
 
 class CompletionDetails(ResponseModel):

@@ -283,7 +283,7 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomToolCallIt
 
 class InputTokensDetails(ResponseModel):
     cached_tokens: int = Field(description="Prefix cache hits of the prompt.")
-    cache_write_tokens: int = Field(description="Always 0: cache writes are not counted.")
+    cache_write_tokens: int = Field(description="Tokens that were not found and are held now, if it was asked for.")
 
 
 class OutputTokensDetails(ResponseModel):

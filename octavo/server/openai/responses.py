@@ -209,7 +209,9 @@ class PendingResponseObject(PendingChat):
         reasoning = self.chat.generation.reasoning_tokens or 0
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=cached, cache_write_tokens=0),
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=cached, cache_write_tokens=self.chat.generation.created_tokens
+            ),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning),
             total_tokens=usage.total_tokens,

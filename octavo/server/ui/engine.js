@@ -3,8 +3,8 @@
 import { html, useEffect, useReducer, useRef, useState, download } from "./dom.js";
 import { BlockMap, Legend, summary, usedOf } from "./block_map.js";
 import { Latencies, Strip } from "./charts.js";
-import { Adapters, Changes, Queues } from "./queues.js";
-import { follow, readChange, Recording } from "./recording.js";
+import { Adapters, Changes, Queues, Stores } from "./queues.js";
+import { follow, readChange, readTiers, Recording } from "./recording.js";
 import { request } from "./api.js";
 
 const MOST_CHANGES = 40;
@@ -141,6 +141,7 @@ function View({ frame, frames, steps, index, latencies, onPick }) {
     <section class="card" aria-label="Steps"><h2>Steps</h2><${Strip} steps=${steps} budget=${view.token_budget} at=${index} onPick=${onPick} /></section>
     <section class="card queues" aria-label="Queues"><h2>Queues</h2><${Queues} view=${view} /></section>
     ${view.adapters?.length > 0 && html`<section class="card adapters" aria-label="Adapters"><h2>Adapters in slots</h2><${Adapters} view=${view} /></section>`}
+    ${readTiers(view.state).length > 0 && html`<section class="card" aria-label="KV stores"><h2>KV stores</h2><${Stores} view=${view} /></section>`}
     <section class="card" aria-label="Changes"><h2>What changed</h2><div class="scroll changes-box" tabindex="0" role="region" aria-label="Changes"><${Changes} changes=${changes.slice(0, MOST_CHANGES)} left=${view.num_changes - view.changes.length} /></div></section>
     ${latencies.some((one) => one.counts.some(Boolean)) && html`<section class="card wide" aria-label="Latencies"><h2>Latencies since the start</h2><div class="latencies">${latencies.map((one) => html`<${Latencies} key=${one.name} histogram=${one} />`)}</div></section>`}`;
 }

@@ -1,7 +1,7 @@
 // The queues of the scheduler, and what has happened to groups and blocks, in words.
 
 import { html, useState } from "./dom.js";
-import { readGroup } from "./recording.js";
+import { readGroup, readTiers } from "./recording.js";
 import { nameOf, RequestName, shortOf } from "./request_names.js";
 
 const TITLES = { running: "Running", waiting: "Waiting", swapped: "Swapped out" };
@@ -32,7 +32,7 @@ export function Queues({ view }) {
         <thead><tr><th scope="col">Request</th><th scope="col">Prompt</th><th scope="col">Output</th><th scope="col">Computed</th><th scope="col">Age (s)</th><th scope="col">Preempted</th></tr></thead>
         <tbody>${rows.slice(0, 40).map((group) => html`<tr key=${group.id}>
           <th scope="row">${name(group.id)}${group.seqs > 1 && html` <span class="quiet">× ${group.seqs}</span>`}</th>
-          <td>${group.prompt}${group.cached > 0 && html` <span class="quiet">(${group.cached} cached)</span>`}</td><td>${group.output}</td><td>${group.computed}</td><td>${seconds(group.age)}</td><td>${preempted(group, name)}</td></tr>`)}
+          <td>${group.prompt}${group.cached > 0 && html` <span class="quiet">(${group.cached} cached)</span>`}</td><td>${group.output}</td><td>${group.computed}</td><td>${seconds(group.age)}</td><td>${group.isFetching ? "fetching its prefix" : preempted(group, name)}</td></tr>`)}
         </tbody></table></div>`}
       ${totals[status] > Math.min(40, rows.length) && html`<p class="quiet">and ${totals[status] - Math.min(40, rows.length)} more</p>`}
     </section>`;
@@ -49,13 +49,35 @@ export function Adapters({ view }) {
     ${left > 0 && html`<p class="quiet">and ${left} more</p>`}`;
 }
 
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+function bytes(number) {
+  const power = Math.min(UNITS.length - 1, Math.floor(Math.log2(Math.max(1, number)) / 10));
+  return `${(number / 1024 ** power).toFixed(power > 1 ? 1 : 0)} ${UNITS[power]}`;
+}
+
+/** The tiers of the KV stores: what they hold, what was found in them, how fast they are, and what is wrong. */
+export function Stores({ view }) {
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="KV stores: tiers"><table>
+    <thead><tr><th scope="col">Tier</th><th scope="col">Held</th><th scope="col">Found</th><th scope="col">Read</th><th scope="col">Written</th><th scope="col">Lost</th></tr></thead>
+    <tbody>${readTiers(view.state).map((tier) => html`<tr key=${tier.tier}><th scope="row">${tier.tier}</th>
+      <td>${bytes(tier.heldBytes)}${tier.maxBytes > 0 && html` <span class="quiet">of ${bytes(tier.maxBytes)}</span>`}</td>
+      <td>${tier.found.toLocaleString()} <span class="quiet">of ${tier.asked.toLocaleString()} blocks</span></td>
+      <td>${bytes(tier.bytesRead)}${tier.readSeconds > 0 && html` <span class="quiet">${bytes(tier.bytesRead / tier.readSeconds)}/s</span>`}</td>
+      <td>${tier.written.toLocaleString()} blocks</td>
+      <td>${[["dropped", tier.dropped], ["evicted", tier.evicted], ["damaged", tier.damaged]].filter(([, count]) => count).map(([name, count]) => `${count.toLocaleString()} ${name}`).join(", ") || "–"}</td></tr>
+      ${tier.trouble && html`<tr><td colspan="6" class="error">Does not work: ${tier.trouble}</td></tr>`}`)}</tbody>
+  </table></div>`;
+}
+
 const blocks = (list) => (list.length ? `block${list.length > 1 ? "s" : ""} ${list.slice(0, 6).join(", ")}${list.length > 6 ? ` and ${list.length - 6} more` : ""}` : "");
+const STORES = { disk: "disk", shared: "shared store" };
+const REASONS = { room: ", as others need room", ended: ", as nobody asks to keep it any more", held: ", though it was to be kept: all else is in use" };
 const WORDS = {
   fork: ({ group, blocks: list }, name) => html`Request ${name(group)} forked: it shares ${blocks(list)}`,
   copy: ({ blocks: [source, target] }) => `Copy on write: block ${source} to ${target}`,
-  evict: ({ blocks: list }) => `Evicted from the prefix cache: ${blocks(list)}`,
+  evict: ({ blocks: list, cost, why: reason }) => (STORES[reason] ? `Evicted from the ${STORES[reason]}: ${cost} blocks, to keep its bound` : `Evicted from the prefix cache${REASONS[reason] ?? ""}: ${blocks(list)}`),
   swap_out: ({ blocks: list }) => `Swapped out: ${blocks(list)}`,
-  swap_in: ({ blocks: list }) => `Swapped in: ${blocks(list)}`,
+  swap_in: ({ blocks: list, why: reason }) => `${reason === "store" ? "Fetched from the KV stores" : "Swapped in"}: ${blocks(list)}`,
   recompute: ({ group, cost, preemptedFor }, name) => html`Request ${name(group)} was preempted ${why(preemptedFor, name)}: ${cost} tokens so far to compute again`,
   swap: ({ group, cost, preemptedFor }, name) => html`Request ${name(group)} was preempted ${why(preemptedFor, name)}: ${cost} blocks so far moved to the host`,
 };

@@ -9,11 +9,15 @@ const MOST_STEPS = 1000;
 const MOST_RUNS = 300_000;
 
 const STEP = ["step", "at", "seconds", "worker", "kernels", "between", "prefill", "decode", "running", "waiting", "swapped", "used", "cached", "free", "preemptions", "queried", "hits"];
-const GROUP = ["id", "status", "seqs", "prompt", "output", "computed", "cached", "age", "recomputes", "recomputed", "swaps", "swapped", "preemptedFor"];
-const CHANGE = ["kind", "step", "group", "blocks", "cost", "preemptedFor"];
+const GROUP = ["id", "status", "seqs", "prompt", "output", "computed", "cached", "age", "recomputes", "recomputed", "swaps", "swapped", "preemptedFor", "isFetching"];
+const CHANGE = ["kind", "step", "group", "blocks", "cost", "preemptedFor", "why"];
+const TIER = ["tier", "asked", "found", "written", "dropped", "evicted", "damaged", "bytesRead", "bytesWritten", "readSeconds", "writeSeconds", "heldBytes", "maxBytes", "errors", "trouble"];
+/** Where `StoreStats` has the tiers of the KV stores. */
+const TIERS = 8;
 const named = (fields) => (values) => Object.fromEntries(fields.map((field, i) => [field, values[i]]));
 export const readGroup = named(GROUP);
 export const readChange = named(CHANGE);
+export const readTiers = (state) => (state.stores?.[TIERS] ?? []).map(named(TIER));
 const readStep = named(STEP);
 
 /** One replica's view, with the steps that it has brought. */

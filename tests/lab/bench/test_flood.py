@@ -26,13 +26,13 @@ def test_fair_keeps_the_first_token_of_a_victim_and_the_shares_of_floods() -> No
         chat_outputs(),
         60,
         30,
-        {"max_num_seqs": 8, "max_num_batched_tokens": 128},
+        {"max_num_seqs": 8},
     )
     fcfs, fair = setting.measure(("fcfs", "fair"), 0, lambda: None)
     assert fair.ratio <= 1.2 < 10 < fcfs.ratio
     assert fair.jain >= 0.98 > 0.6 > fcfs.jain
     assert fair.alone_p99_ttft == pytest.approx(fcfs.alone_p99_ttft, rel=0.05)
-    assert fair.output_tokens_per_s == pytest.approx(fcfs.output_tokens_per_s, rel=0.1)
+    assert fair.output_tokens_per_s >= 0.95 * fcfs.output_tokens_per_s
     assert fair.preemptions > fcfs.preemptions == 0
 
 

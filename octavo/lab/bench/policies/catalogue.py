@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from octavo.core.errors import ConfigError
 from octavo.lab.bench.policies import scenario_files
+from octavo.lab.bench.policies.agents import AGENTS
 from octavo.lab.bench.policies.classical import CLASSICAL
 from octavo.lab.bench.policies.scenarios import Scenario
 from octavo.lab.bench.policies.separating import SEPARATING
 
 #: By group, its scenarios by name; names are unique over all groups.
-GROUPS: dict[str, dict[str, Scenario]] = {"classic": CLASSICAL, "separating": SEPARATING}
+GROUPS: dict[str, dict[str, Scenario]] = {"classic": CLASSICAL, "separating": SEPARATING, "agents": AGENTS}
 
 
 def find(words: list[str]) -> list[Scenario]:

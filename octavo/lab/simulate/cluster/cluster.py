@@ -21,6 +21,7 @@ from octavo.lab.simulate.cluster.spec import ClusterSpec, stated_limits
 from octavo.lab.simulate.engine import SimulatedEngine, SimulatedRequest
 from octavo.lab.simulate.figures import Completions, Series
 from octavo.lab.simulate.step_profile import StepProfile
+from octavo.lab.simulate.stores import SimulatedStore, make_disk, make_shared
 from octavo.lab.workloads.work_items import WorkItem
 
 #: Output tokens that a request without a limit is expected to take, as in the data-parallel front end.
@@ -72,6 +73,7 @@ class Cluster:
         self.num_open = 0
         self._arrivals_left = True
         members = spec.members()
+        self._shared = make_shared(members[0][2], options)
         for number, role, profile in members:
             self._make_replica(number, role, profile)
         for role in dict.fromkeys(role for _, role, _ in members):
@@ -82,7 +84,8 @@ class Cluster:
             replica.start(0.0, "serving")
             self._join(replica)
         for outage in spec.outages:
-            self.at(outage.at, partial(self._fail, number=outage.replica, seconds=outage.seconds))
+            begin = self._plan_outage if outage.planned else self._fail
+            self.at(outage.at, partial(begin, number=outage.replica, seconds=outage.seconds))
 
     # --- the run ----------------------------------------------------------------------------------------------------
 
@@ -246,6 +249,12 @@ class Cluster:
 
     # --- failures ---------------------------------------------------------------------------------------------------
 
+    def _plan_outage(self, now: float, number: int, seconds: float) -> None:
+        """As ``_fail``, once the tokens of the replica's step have been sent."""
+        replica = self.replicas.get(number)
+        at = max(now, replica.engine.now) if replica is not None and replica.has_turn else now
+        self.at(at, partial(self._fail, number=number, seconds=max(seconds - (at - now), 1e-9)))
+
     def _fail(self, now: float, number: int, seconds: float) -> None:
         """A replica fails, and returns after so long; nothing happens if it is not in use."""
         replica = self.replicas.get(number)
@@ -255,6 +264,8 @@ class Cluster:
         if not draining:
             self._leave(replica)
         replica.failures += 1
+        if replica.engine.stores is not None:
+            replica.engine.stores.fail(now)
         self.lost_tokens += replica.lost_tokens()
         lost = replica.stop(now, "stopped" if draining else "down")
         if seconds < math.inf and not draining:
@@ -313,15 +324,26 @@ class Cluster:
             replica.stop(now, "stopped")
 
     def _make_replica(self, number: int, role: Role, profile: StepProfile) -> Replica:
-        replica = Replica(number, role, profile, self._make_engine)
+        # Each has a disk of its own, which outlives its engines.
+        replica = Replica(number, role, profile, partial(self._make_engine, disk=make_disk(self._options)))
         if role == "decode" and not replica.engine.blocks.groups[0].host.num_blocks:
             raise ConfigError("decode replicas receive KV caches in host blocks: give swap_space above 0")
         self._outage_draws[number] = random.Random(f"{self.spec.seed} outages {number}")
         self.replicas[number] = replica
         return replica
 
-    def _make_engine(self, profile: StepProfile, on_gap: Callable[[float, int], None]) -> SimulatedEngine:
-        return SimulatedEngine(profile, self._options, mode=self.spec.mode, max_tokens=self._limit, on_gap=on_gap)
+    def _make_engine(
+        self, profile: StepProfile, on_gap: Callable[[float, int], None], disk: SimulatedStore | None
+    ) -> SimulatedEngine:
+        return SimulatedEngine(
+            profile,
+            self._options,
+            mode=self.spec.mode,
+            max_tokens=self._limit,
+            on_gap=on_gap,
+            disk=disk,
+            shared=self._shared,
+        )
 
     def _make_router(self, name: str, role: Role) -> SimulatedRouter:
         pool = [replica for replica in self.replicas.values() if replica.role == role]

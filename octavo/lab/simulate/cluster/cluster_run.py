@@ -52,6 +52,8 @@ def record_cluster(
         cluster = Cluster(spec, options)
         cluster.run(enumerate(items))
         return figures_of([result_of(cluster)], spec.router)
+    if options.kv_store is not None:
+        raise ConfigError("replicas with a shared KV store are simulated in one process: leave processes at 1")
     members = _cells(spec, processes)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         runs = [pool.submit(_run_cell, spec, members, cell, options, items) for cell in range(processes)]

@@ -9,7 +9,7 @@ from typing import Literal
 
 from octavo.lab.simulate.cluster.spec import Role
 from octavo.lab.simulate.engine import SimulatedEngine, SimulatedRequest
-from octavo.lab.simulate.figures import Completions, Gaps
+from octavo.lab.simulate.figures import Completions, Gaps, StoreFigures, add_stores
 from octavo.lab.simulate.step_profile import StepProfile
 from octavo.lab.workloads.work_items import WorkItem
 
@@ -41,16 +41,19 @@ class Totals:
     prefix_hit_tokens: int = 0
     prefix_queried_tokens: int = 0
     busy: float = 0.0
+    stores: dict[str, StoreFigures] = field(default_factory=dict)
 
     def add(self, engine: SimulatedEngine) -> None:
         """Those of an engine, which is not used any more."""
         stats = engine.scheduler.counts()
         self.busy += engine.busy
+        self.stores = engine.store_figures(self.stores)
         for name in _COUNTED:
             setattr(self, name, getattr(self, name) + getattr(stats, name))
 
     def merge(self, other: Totals) -> None:
-        """Adds all of another one's."""
+        """Adds all of another replica's."""
+        self.stores = add_stores(self.stores, other.stores.items(), same=("shared",))
         for name in ("busy", *_COUNTED):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 

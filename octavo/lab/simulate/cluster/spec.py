@@ -35,11 +35,15 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Outage:
-    """A replica fails at a time, and returns after some seconds; infinite: never."""
+    """A replica fails at a time, and returns after some seconds; infinite: never.
+
+    ``planned``: it is drained or restarted on purpose, so its requests leave at the end of the step that is computed.
+    """
 
     replica: int
     at: float
     seconds: float = math.inf
+    planned: bool = False
 
     def __post_init__(self) -> None:
         require(self.replica >= 0 and 0 <= self.at < math.inf and self.seconds > 0, "an outage is REPLICA@AT[:SECONDS]")

@@ -1,0 +1,1 @@
+"""Stores of KV cache blocks outside the engine: on local disk, and shared by machines."""

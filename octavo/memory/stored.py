@@ -1,0 +1,187 @@
+"""What the KV stores get of the prefix cache, and what it gets of them (``StoredBlocks``)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.memory.prefix_cache import KnownBlock, PrefixChain
+
+if TYPE_CHECKING:
+    from octavo.core.plan import StepPlan
+    from octavo.core.stats import StoreTierStats
+    from octavo.memory.kv_group import KVGroup
+
+
+#: Written per second at least, however slow the stores are: they drop what they cannot take.
+_LEAST_SECOND_BYTES = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Limits of what plans ask of the KV stores. Bytes are in the unit of ``GroupBlocks.block_bytes``."""
+
+    #: Written by one step: one block at least.
+    step_bytes: int = 16 << 20
+    #: Written per second, until the speed of the stores is known, and at once after a pause.
+    second_bytes: float = 200e6
+    burst_bytes: int = 48 << 20
+    #: Read by one fetch: one block of each KV group at least.
+    fetch_bytes: int = 56 << 20
+    #: Fetches whose blocks are not on the device yet.
+    max_fetches: int = 4
+    #: Seconds without a report of a fetch after which its prompt is computed.
+    patience: float = 5.0
+    #: Seconds without fetches after that.
+    pause: float = 30.0
+    #: Digests of stored blocks to remember.
+    max_known: int = 1 << 17
+
+
+class StoredBlocks:
+    """Owns the queue of blocks to write to the KV stores, and the digests of those that were written or read.
+
+    A block is queued for writing when the prefix cache registers it, so the result of the step that computed it is
+    known. Plans name queued blocks in that order, as fast as the stores write; evicted ones first, which the step that
+    takes their place reads before. What is evicted faster than that is lost. Blocks read from the stores are written to
+    the device by the next plan, and cached like computed ones.
+
+    Invariant: a queued digest is in the prefix cache on the device, or will be skipped.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], limits: StoreLimits) -> None:
+        self.limits = limits
+        self._groups = groups
+        self._known = [_RecentDigests(limits.max_known // max(1, len(groups))) for _ in groups]
+        #: (KV group, digest), in the order of registration; those that are not in ``_queued`` any more are skipped.
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._queued: list[set[bytes]] = [set() for _ in groups]
+        #: For the next plan: (device block, digest) evicted, and (fetch id, index of its block, device block).
+        self._evicted: list[tuple[int, bytes]] = []
+        #: Bytes that the next plan may still name, those that further plans may, and when they grew last.
+        self._room, self._allowance, self._grown = limits.step_bytes, float(limits.burst_bytes), 0.0
+        self._second_bytes = limits.second_bytes
+        self._fetched: list[tuple[int, int, int]] = []
+        #: Blocks named for writing, blocks evicted before, and blocks that came from the stores.
+        self.num_written = self.num_lost = self.num_fetched = 0
+        for group in groups:
+            group.cache.stored = self, group.number
+
+    @property
+    def num_queued(self) -> int:
+        return sum(map(len, self._queued))
+
+    def knows(self, group: int, digest: bytes) -> bool:
+        """Whether the block was written or read, and is remembered."""
+        return digest in self._known[group]
+
+    def add(self, group: int, digest: bytes) -> None:
+        """Queues a block of the prefix cache, unless the stores have it."""
+        if not self.knows(group, digest) and digest not in self._queued[group]:
+            self._queued[group].add(digest)
+            self._queue.append((group, digest))
+
+    def evict(self, group: int, entry: KnownBlock) -> None:
+        """Called when the prefix cache gives away a device block: the next plan writes its content if it is queued."""
+        if entry.digest not in self._queued[group]:
+            return
+        self._queued[group].remove(entry.digest)
+        if self._room <= 0:
+            self.num_lost += 1
+            return
+        self._take_room(group)
+        self._evicted.append((entry.block, entry.digest))
+        self._known[group].add(entry.digest)
+
+    def place(self, group: int, chain: PrefixChain, index: int, token_ids: list[int], source: tuple[int, int]) -> bool:
+        """Caches block ``index`` of a chain in a device block that the next plan writes.
+
+        ``source``: the fetch, and the index of its block. No effect if the content is cached already, on the device or
+        the host. False if no block is available.
+        """
+        owner, digest = self._groups[group], chain.digests[index + 1]
+        if owner.cache.find(digest) is not None:
+            return True
+        if not owner.device.num_available:
+            return False
+        blocks = owner.cache.allocate(1)
+        size = chain.block_size
+        owner.cache.add(chain, index, blocks[0], chain.content(token_ids, index * size, index * size + size))
+        owner.moves.receive(blocks[0])
+        owner.device.release(blocks)
+        self._fetched.append((*source, blocks[0]))
+        self._known[group].add(digest)
+        self.num_fetched += 1
+        return True
+
+    def _take_room(self, group: int) -> None:
+        num_bytes = self._groups[group].block_bytes
+        self._room -= num_bytes
+        self._allowance -= num_bytes
+
+    def observe_writes(self, tiers: Sequence[StoreTierStats]) -> None:
+        """Adapts to the speed of the stores: what comes faster, workers drop."""
+        seconds = sum(tier.write_seconds / tier.bytes_written for tier in tiers if tier.bytes_written)
+        if seconds:
+            self._second_bytes = max(_LEAST_SECOND_BYTES, 0.9 / seconds)
+
+    def add_to(self, plan: StepPlan, now: float) -> None:
+        """Names the blocks that the plan reads and writes for the stores; before its other moves are taken.
+
+        ``now``: in seconds; blocks named per second are limited.
+        """
+        plan.blocks_fetched, self._fetched = self._fetched, []
+        named, self._evicted = self._evicted, []
+        later: list[tuple[int, bytes]] = []
+        while self._queue and self._room > 0:
+            number, digest = self._queue.popleft()
+            if digest not in self._queued[number]:
+                continue
+            group = self._groups[number]
+            entry = group.cache.on_device.find(digest)
+            if entry is not None and group.moves.is_target(entry.block):  # its content comes with this plan
+                later.append((number, digest))
+                continue
+            self._queued[number].remove(digest)
+            if entry is not None:
+                named.append((entry.block, digest))
+                self._known[number].add(digest)
+                self._take_room(number)
+        self._queue.extendleft(reversed(later))
+        plan.blocks_to_store = named
+        self.num_written += len(named)
+        limits, seconds = self.limits, now - self._grown
+        self._allowance, self._grown = min(limits.burst_bytes, self._allowance + seconds * self._second_bytes), now
+        self._room = min(limits.step_bytes, int(self._allowance))
+
+    def clear(self) -> None:
+        """Drops the queue and what the next plan would name: the prefix cache is emptied, or its content in doubt.
+
+        What earlier plans have named counts as unknown, as their steps may have failed.
+        """
+        self._queue.clear()
+        for queued, known in zip(self._queued, self._known, strict=True):
+            queued.clear()
+            known.clear()
+        self._evicted, self._fetched = [], []
+
+
+class _RecentDigests:
+    """A set of digests that forgets the older half when it is full."""
+
+    def __init__(self, most: int) -> None:
+        self._half = max(1, most // 2)
+        self._recent, self._older = set[bytes](), set[bytes]()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._recent or digest in self._older
+
+    def add(self, digest: bytes) -> None:
+        if len(self._recent) >= self._half:
+            self._older, self._recent = self._recent, set()
+        self._recent.add(digest)
+
+    def clear(self) -> None:
+        self._recent, self._older = set(), set()

@@ -1,0 +1,173 @@
+"""A prefix cache that outlives its engine: another one finds what was stored, and answers with the same bits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM, AsyncLLM, SamplingParams
+from octavo.config.engine_config import make_config
+from octavo.core.errors import ConfigError
+from octavo.core.stats import StoreStats
+from tests.whole_outputs import everything
+
+pytestmark = pytest.mark.usefixtures("quick_collections")
+
+BLOCK = 8
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "block_size": BLOCK,
+    "num_gpu_blocks_override": 64,
+    "max_num_batched_tokens": 32,
+}
+PROMPT = [3 + 5 * i % 250 for i in range(90)]
+PARAMS = SamplingParams(temperature=0.8, seed=4, max_tokens=9, ignore_eos=True, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers that see everything, and one with a window of three blocks."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("windowed")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    window = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=258, num_key_value_heads=2, max_position_embeddings=128, **shape, **window)
+    model = Qwen2ForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def stores_of(llm: LLM) -> StoreStats:
+    stores = llm.llm_engine.stats().stores
+    assert stores is not None
+    return stores
+
+
+def start(model: Path, folder: Path, **options: Any) -> LLM:
+    """An engine whose store is open: until the digest of the weights is known, nothing is written or found."""
+    llm = LLM(str(model), skip_tokenizer_init=True, kv_disk=str(folder), **OPTIONS | options)
+    end = time.monotonic() + 30
+    while not stores_of(llm).tiers:  # any step brings the statistics of stores that are open
+        llm.generate([[9]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        assert time.monotonic() < end, "the store was not opened"
+    return llm
+
+
+def answer(llm: LLM, prompt: list[int] = PROMPT) -> tuple[Any, int]:
+    (output,) = llm.generate([prompt], PARAMS, use_tqdm=False)
+    assert output.metrics is not None
+    return everything(output), output.metrics.num_cached_tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_cache_dtype": "int8"},
+        {"async_scheduling": True},
+        pytest.param({"pipeline_parallel_size": 2, "num_threads": 1}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2, "num_threads": 1}, marks=pytest.mark.slow),
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "default",
+)
+def test_another_engine_finds_the_prompt(tiny_model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    check(tiny_model, tmp_path, **options)
+
+
+def test_another_engine_finds_the_prompt_of_a_model_with_windows(windowed: Path, tmp_path: Path) -> None:
+    check(windowed, tmp_path)
+
+
+def check(model: Path, folder: Path, **options: Any) -> None:
+    llm = LLM(str(model), skip_tokenizer_init=True, **OPTIONS | options)
+    alone, _ = answer(llm)
+    assert answer(llm) == (alone, 89)
+    llm.llm_engine.core.shutdown()
+
+    first = start(model, folder, **options)
+    assert answer(first) == (alone, 0)
+    assert stores_of(first).fetched_tokens == 0
+    first.llm_engine.core.shutdown()
+
+    second = start(model, folder, **options)
+    assert answer(second) == (alone, len(PROMPT) // BLOCK * BLOCK)
+    stats = stores_of(second)
+    assert stats.fetched_tokens == len(PROMPT) // BLOCK * BLOCK and stats.waiting == 0
+    longer, cached = answer(second, [*PROMPT[:48], *PROMPT[70:]])
+    assert cached == 48 and longer != alone, "fetched blocks are cached like others"
+    second.llm_engine.core.shutdown()
+
+
+def test_an_evicted_prompt_comes_back_from_disk(tiny_model: Path, tmp_path: Path) -> None:
+    llm = start(tiny_model, tmp_path, num_gpu_blocks_override=16)
+    alone, _ = answer(llm)
+    for token in (100, 101):
+        answer(llm, [token] * 90)
+    assert answer(llm) == (alone, len(PROMPT) // BLOCK * BLOCK)
+    assert stores_of(llm).fetched_tokens == len(PROMPT) // BLOCK * BLOCK
+    llm.llm_engine.core.shutdown()
+
+
+def test_a_served_engine_writes_when_it_is_idle(tiny_model: Path, tmp_path: Path) -> None:
+    config = make_config(model=str(tiny_model), skip_tokenizer_init=True, kv_disk=str(tmp_path), **OPTIONS)
+
+    async def ask(llm: AsyncLLM) -> tuple[Any, int]:
+        async for output in llm.generate("a", PROMPT, PARAMS):
+            last = output
+        assert last.metrics is not None
+        return everything(last), last.metrics.num_cached_tokens
+
+    async def serve() -> list[tuple[Any, int]]:
+        answers = []
+        for _ in range(2):
+            llm = await AsyncLLM.start(config)
+            for _ in range(300):  # until the store is open
+                stats = (await llm.replica_stats())[0].stores
+                assert stats is not None
+                if stats.tiers:
+                    break
+                async for _ in llm.generate("b", [9], SamplingParams(max_tokens=2)):
+                    pass
+            answers.append(await ask(llm))
+            while (stats := (await llm.replica_stats())[0].stores) is not None and stats.queued_blocks:
+                await asyncio.sleep(0.02)
+            await llm.shutdown()
+        return answers
+
+    (alone, nothing), (again, cached) = asyncio.run(serve())
+    assert alone == again and (nothing, cached) == (0, len(PROMPT) // BLOCK * BLOCK)
+
+
+def test_other_weights_find_nothing(tiny_model: Path, windowed: Path, tmp_path: Path) -> None:
+    first = start(tiny_model, tmp_path)
+    answer(first)
+    first.llm_engine.core.shutdown()
+    for model, options in ((tiny_model, {"kv_cache_dtype": "int8"}), (windowed, {})):
+        other = start(model, tmp_path, **options)
+        assert answer(other)[1] == 0
+        other.llm_engine.core.shutdown()
+
+
+def test_sleep_ends_what_waits_and_the_prompt_is_found_afterwards(tiny_model: Path, tmp_path: Path) -> None:
+    llm = start(tiny_model, tmp_path)
+    alone, _ = answer(llm)
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert answer(llm) == (alone, len(PROMPT) // BLOCK * BLOCK)
+    llm.llm_engine.core.shutdown()
+
+
+def test_no_prefix_cache_no_store(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_disk"):
+        LLM(str(tiny_model), kv_disk=str(tmp_path), enable_prefix_caching=False, **OPTIONS)
