@@ -136,6 +136,8 @@ class StoreTierStats(msgspec.Struct, array_like=True):
     #: Calls that failed, and why the tier does not work now; empty: it does.
     errors: Annotated[int, series(STORE_CALLS, "failed")] = 0
     trouble: str = ""
+    #: Processor time of writing; that of copying blocks out of the KV cache counts in the first tier.
+    processor_seconds: float = 0.0
 
 
 class StoreStats(msgspec.Struct, array_like=True):

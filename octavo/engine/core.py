@@ -82,6 +82,8 @@ _LAST_WRITES, _WRITE_PAUSE = 1.0, 0.01
 _MAX_BLOCKS = 64
 #: The fields of ``StepStats`` that are those of ``SchedulerState``, in their order.
 state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
+#: Share of the time of a CPU's threads for writes to the KV stores while sequences run.
+_WRITE_SHARE = 0.01
 _RECORDED_FIELDS = set(StepRecord.__struct_fields__) & set(StepStats.__struct_fields__)
 
 
@@ -494,7 +496,7 @@ class EngineCore(StepLoop):
             for count, host_count, group in zip(counts, host_counts, groups, strict=True)
         ]
         executor.collective_rpc("make_cache", [counts, host_counts, self.max_model_len])
-        stores = StoreLimits() if options.has_stores else None
+        stores = _store_limits(options)
         self.blocks = BlockManager(sizes, options.block_size, stores=stores, **block_settings(options))
         scheduler = self._new_scheduler(executor, sizes, Preparations(limits_of(options)))
         super().__init__(scheduler, executor, max_in_flight=_steps_in_flight(options))
@@ -635,6 +637,14 @@ def block_settings(options: EngineConfig) -> dict[str, Any]:
         "host_cache": options.host_prefix_cache,
         "hold_share": options.cache_hold_share,
     }
+
+
+def _store_limits(options: EngineConfig) -> StoreLimits | None:
+    if not options.has_stores:
+        return None
+    if resolve_device(options.device) != "cpu":
+        return StoreLimits()
+    return StoreLimits(busy_share=_WRITE_SHARE * (options.num_threads or len(os.sched_getaffinity(0))))
 
 
 def _steps_in_flight(options: EngineConfig) -> int:

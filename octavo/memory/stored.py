@@ -28,6 +28,8 @@ class StoreLimits:
     #: Written per second, until the speed of the stores is known, and at once after a pause.
     second_bytes: float = 200e6
     burst_bytes: int = 48 << 20
+    #: Share of a processor's time that writes may take while sequences run; None: those of the steps are others.
+    busy_share: float | None = None
     #: Read by one fetch: one block of each KV group at least.
     fetch_bytes: int = 56 << 20
     #: Fetches whose blocks are not on the device yet.
@@ -40,13 +42,18 @@ class StoreLimits:
     max_known: int = 1 << 17
 
 
+#: Processor seconds to copy and write a byte, until they are known.
+_SECONDS_PER_BYTE = 2e-9
+
+
 class StoredBlocks:
     """Owns the queue of blocks to write to the KV stores, and the digests of those that were written or read.
 
     A block is queued for writing when the prefix cache registers it, so the result of the step that computed it is
     known. Plans name queued blocks in that order, as fast as the stores write; evicted ones first, which the step that
-    takes their place reads before. What is evicted faster than that is lost. Blocks read from the stores are written to
-    the device by the next plan, and cached like computed ones.
+    takes their place reads before. What is evicted faster than that is lost. Where steps and writes share processors,
+    writes take no more than ``StoreLimits.busy_share`` from them; the rest is written when nothing runs. Blocks read
+    from the stores are written to the device by the next plan, and cached like computed ones.
 
     Invariant: a queued digest is in the prefix cache on the device, or will be skipped.
     """
@@ -63,6 +70,8 @@ class StoredBlocks:
         #: Bytes that the next plan may still name, those that further plans may, and when they grew last.
         self._room, self._allowance, self._grown = limits.step_bytes, float(limits.burst_bytes), 0.0
         self._second_bytes = limits.second_bytes
+        #: Bytes per second while sequences run.
+        self._busy_bytes = float("inf") if limits.busy_share is None else limits.busy_share / _SECONDS_PER_BYTE
         self._fetched: list[tuple[int, int, int]] = []
         #: Blocks named for writing, blocks evicted before, and blocks that came from the stores.
         self.num_written = self.num_lost = self.num_fetched = 0
@@ -126,11 +135,15 @@ class StoredBlocks:
         seconds = sum(tier.write_seconds / tier.bytes_written for tier in tiers if tier.bytes_written)
         if seconds:
             self._second_bytes = max(_LEAST_SECOND_BYTES, 0.9 / seconds)
+        num_bytes = max((tier.bytes_written for tier in tiers), default=0)
+        busy = sum(tier.processor_seconds for tier in tiers)
+        if self.limits.busy_share is not None and num_bytes and busy:
+            self._busy_bytes = self.limits.busy_share * num_bytes / busy
 
-    def add_to(self, plan: StepPlan, now: float) -> None:
+    def add_to(self, plan: StepPlan, now: float, *, is_busy: bool = False) -> None:
         """Names the blocks that the plan reads and writes for the stores; before its other moves are taken.
 
-        ``now``: in seconds; blocks named per second are limited.
+        ``now``: in seconds; blocks named per second are limited, to fewer if sequences run.
         """
         plan.blocks_fetched, self._fetched = self._fetched, []
         named, self._evicted = self._evicted, []
@@ -152,8 +165,12 @@ class StoredBlocks:
         self._queue.extendleft(reversed(later))
         plan.blocks_to_store = named
         self.num_written += len(named)
-        limits, seconds = self.limits, now - self._grown
-        self._allowance, self._grown = min(limits.burst_bytes, self._allowance + seconds * self._second_bytes), now
+        limits, rate = self.limits, self._second_bytes
+        most = float(limits.burst_bytes)
+        if is_busy:
+            rate, most = min(rate, self._busy_bytes), min(most, self._busy_bytes)
+        self._allowance = min(most, self._allowance + (now - self._grown) * rate)
+        self._grown = now
         self._room = min(limits.step_bytes, int(self._allowance))
 
     def clear(self) -> None:

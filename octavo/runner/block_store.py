@@ -242,6 +242,8 @@ class BlockStore:
         self._written = BufferPool(write_bytes, kernels.host_bytes)
         self._lock = threading.Lock()
         self._dropped = 0
+        #: Processor time of copies and writes.
+        self._seconds = 0.0
         #: The last look at the stores that no result has reported.
         self._stats: deque[list[StoreTierStats]] = deque(maxlen=1)
         #: Counts the weights that the worker has had; None: they are unknown, and nothing is read or written.
@@ -294,11 +296,13 @@ class BlockStore:
             return
         self._drop(len(blocks) - count)
         rows = buffer.memory[: count * size].reshape(count, size)
+        start = time.thread_time()
         try:
             copied = self._kernels.read_blocks(caches, blocks[:count], rows)
         except BaseException:  # fails the step
             self._written.give(buffer)
             raise
+        self._spend(time.thread_time() - start)
         named = [(group, digest) for digest in digests[:count]]
         self._writer.submit(partial(self._write, weights, named, [row.data for row in rows], buffer, copied))
 
@@ -338,6 +342,10 @@ class BlockStore:
     def _drop(self, count: int) -> None:
         with self._lock:
             self._dropped += count
+
+    def _spend(self, seconds: float) -> None:
+        with self._lock:
+            self._seconds += seconds
 
     # --- weights, memory, the end -------------------------------------------------------------------------------------
 
@@ -475,6 +483,7 @@ class BlockStore:
     def _write(
         self, weights: int, named: list[tuple[int, bytes]], values: list[memoryview], buffer: Buffer, copied: Wait
     ) -> None:
+        start = time.thread_time()
         try:
             copied()
             if self._stores is None or weights != self._stored_weights:
@@ -486,12 +495,20 @@ class BlockStore:
         finally:
             values.clear()
             self._written.give(buffer)
+            self._spend(time.thread_time() - start)
 
     def _look(self) -> None:
         stats = [tier.stats() for tier in (() if self._stores is None else self._stores.tiers)]
         with self._lock:
-            dropped = self._dropped
-        self._stats.append([msgspec.structs.replace(tier, dropped=tier.dropped + dropped) for tier in stats])
+            dropped, seconds = self._dropped, self._seconds
+        self._stats.append(
+            [
+                msgspec.structs.replace(
+                    tier, dropped=tier.dropped + dropped, processor_seconds=0.0 if number else seconds
+                )
+                for number, tier in enumerate(stats)
+            ]
+        )
 
 
 # What decides the bits of a block.

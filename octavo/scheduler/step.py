@@ -262,7 +262,7 @@ def make_plan(queues: SchedulingState, step: Step, number: int) -> StepPlan:
     """The plan of a scheduled step (vLLM: ``SchedulerOutput``), with the pending block moves and new sequences."""
     plan = StepPlan(step=number)
     if queues.blocks.stored is not None:
-        queues.blocks.stored.add_to(plan, step.now)
+        queues.blocks.stored.add_to(plan, step.now, is_busy=bool(queues.running))
     moves = queues.blocks.take_moves()
     plan.blocks_to_swap_out, plan.blocks_to_swap_in = moves.swap_out, moves.swap_in
     plan.blocks_to_copy = moves.copy
