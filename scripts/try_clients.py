@@ -79,6 +79,7 @@ ALL = (
     Client("mini_swe_agent.py", "mini-swe-agent", ("mini-swe-agent", "mcp")),
     Client("openai_python.py", "openai (Python)", ("openai",)),
     Client("openai_node.mjs", "openai (Node)", ("openai",)),
+    Client("ollama_node.mjs", "ollama (Node)", ("ollama",)),
     Client("anthropic_python.py", "anthropic (Python)", ("anthropic",)),
     Client("anthropic_node.mjs", "anthropic (Node)", ("@anthropic-ai/sdk",)),
     Client("ai_sdk_node.mjs", "AI SDK", ("ai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic")),
@@ -93,7 +94,7 @@ ALL = (
 #: Those that ``make test-all`` drives.
 MOST_USED = (
     "claude_code", "codex", "opencode", "openai_python", "openai_node", "anthropic_python", "ai_sdk_node",
-    "langchain_python", "openai_agents_python", "litellm_python",
+    "langchain_python", "ollama_node", "openai_agents_python", "litellm_python",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from octavo.cli.fit import nearest_in_errors
 from octavo.cli.flags import SAMPLING_PREFIX as PREFIX
 from octavo.cli.flags import (
     add_beam_flags,
@@ -123,7 +124,8 @@ def run(arguments: Arguments) -> int:
         _check(files, jobs, arguments.group(PREFIX), arguments.image)
         engine = None
         if not all(job.error for job in jobs):
-            engine = LLMEngine(files)
+            with nearest_in_errors(config):
+                engine = LLMEngine(files)
             if lora is not None:
                 engine.add_lora(lora)
         figures = Figures(load_seconds=time.monotonic() - start)

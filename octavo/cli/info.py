@@ -304,12 +304,20 @@ def describe_model(options: EngineConfig) -> Iterator[DescribedModel]:
         OctavoError: there is no such model, or its files cannot be read.
     """
     from octavo.loader.gguf_config import write_gguf_folder
-    from octavo.loader.resolve import gguf_folder, gguf_source, hub_model, resolve_model, write_sketch
+    from octavo.loader.resolve import (
+        gguf_folder,
+        gguf_source,
+        hub_model,
+        local_model,
+        resolve_model,
+        write_sketch,
+    )
 
     local = Path(os.path.expanduser(options.model))
     with tempfile.TemporaryDirectory() as scratch:
         place, gguf, problem = None, None, None
-        if name := hub_model(options.model):
+        is_local = local_model(options.model, options.revision) is not None
+        if name := None if is_local else hub_model(options.model):
             from octavo.loader.hub import find_files
 
             try:
@@ -491,6 +499,7 @@ def _memory_facts(
     What fits is what the engine would find (``gpu_memory_utilization``), but for its largest step: some hundred MB.
     """
     from octavo.config.kv_spec import GroupShape, KVLayout, group_layers
+    from octavo.engine.memory_needs import gguf_bytes
     from octavo.kernels import resolve_device
     from octavo.loader.resolve import weight_quantization
     from octavo.models.network import build_without_weights, weight_bytes
@@ -506,7 +515,7 @@ def _memory_facts(
         available, total = memory["available"], memory["total"]
     quantization = weight_quantization(options, backend, config.quantization, is_gguf=gguf is not None)
     if gguf is not None and quantization == "gguf":
-        weights = _gguf_bytes(gguf)
+        weights = gguf_bytes(gguf)
     else:
         dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
         weights = weight_bytes(build_without_weights(config, dtype, quantization))
@@ -538,23 +547,6 @@ def _memory_facts(
         "sequences": sequences,
         "longest_context": longest,
     }
-
-
-def _gguf_bytes(gguf: Path) -> int:
-    """Bytes in memory of a GGUF file's weights: in the file's own bits, or in 8 bits with a scale per 32 values."""
-    from octavo.kernels.cpu.linear import KEPT_TYPES
-    from octavo.loader.gguf_file import GGUFFile
-
-    size = 0.0
-    for tensor in GGUFFile(gguf).tensors.values():
-        numbers, kind = math.prod(tensor.shape), tensor.type.name
-        if len(tensor.shape) == 1:
-            size += 4 * numbers
-        elif kind in ("F32", "F16", "BF16"):
-            size += 2 * numbers
-        else:
-            size += tensor.rows * tensor.row_bytes if kind in KEPT_TYPES else numbers * 34 / 32
-    return int(size)
 
 
 def _chat_facts(options: EngineConfig, folder: Path, tasks: Sequence[str]) -> dict[str, Any]:

@@ -50,6 +50,7 @@ COMMANDS = {
     "simulate": "run a workload through the scheduler on a virtual clock, without a model",
     "bench": "measure throughput, latency, kernels, memory use, the scheduler",
     "completion": "print a script that completes commands and flags in bash, zsh or fish",
+    "fit": "show which types, cache and context of a model fit this machine, and their speed",
     "info": "show facts about this machine, this installation and a model",
 }
 

@@ -19,6 +19,7 @@ from octavo.core.errors import ConfigError, ModelNotFoundError, did_you_mean
 from octavo.loader import files, hub
 from octavo.loader.builtin import BUILTIN
 from octavo.loader.files import CachedModel, cache_dir, readable_size
+from octavo.loader.local_models import all_models, find_local_model
 
 _PULL_EXAMPLE = """\
 examples:
@@ -59,7 +60,8 @@ examples:
   octavo list --json -
 
 OCTAVO_CACHE holds built-in models, and configuration and tokenizer of GGUF files. Models of the hub (kind "hub") are in
-the cache of huggingface_hub (HF_HUB_CACHE), with those that other programs have fetched.
+the cache of huggingface_hub (HF_HUB_CACHE), with those that other programs have fetched. Models of Ollama
+(OLLAMA_MODELS) and LM Studio are listed and served by their names, and only read.
 """
 
 
@@ -76,7 +78,7 @@ def _list_parser() -> Parser:
 
 def list_models(arguments: Arguments) -> int:
     refuse_words(arguments)
-    models = _cached_models()
+    models = all_models()
     if arguments.json is not None:
         write_json(arguments.json, {"models": [_as_json(model) for model in models]})
         return 0
@@ -85,6 +87,7 @@ def list_models(arguments: Arguments) -> int:
         kind = f"{model.kind} ({model.dtype})" if model.dtype else model.kind
         kind += ", base model" if _is_base(model) else ""
         print(f"{model.name:<{width}}  {kind:<32}  {readable_size(model.size):>10}  {model.folder}")
+    models = [model for model in models if model.kind not in _OTHERS]
     total = readable_size(sum(model.size for model in models))
     places = " and ".join(
         str(place) for place in (cache_dir(), *([hub.hub_cache()] if any(map(_is_of_hub, models)) else []))
@@ -93,8 +96,8 @@ def list_models(arguments: Arguments) -> int:
     return 0
 
 
-def _cached_models() -> list[CachedModel]:
-    return sorted([*files.cached_models(), *hub.cached_models()], key=lambda model: model.name)
+#: Kinds of models that other programs own, and these programs.
+_OTHERS = {"ollama": "Ollama", "lmstudio": "LM Studio"}
 
 
 def _is_of_hub(model: CachedModel) -> bool:
@@ -123,7 +126,8 @@ examples:
   octavo rm unsloth/Qwen3-0.6B-GGUF:Q4_K_M
 
 NAME is a model of 'octavo list', with all its folders, or one folder, or a repository of the hub with all its models.
-Only listed models can be removed; your own GGUF files that they were converted from stay.
+Only listed models can be removed; your own GGUF files that they were converted from stay, and so do models of Ollama
+and LM Studio.
 """
 
 
@@ -142,7 +146,7 @@ def remove_models(arguments: Arguments) -> int:
     """Removes the models if all are in the cache, else none."""
     if not arguments.words:
         raise ConfigError("octavo rm takes the NAME of a model, as in: octavo rm smollm2-135m")
-    models = _cached_models()
+    models = sorted([*files.cached_models(), *hub.cached_models()], key=lambda model: model.name)
     chosen = {(model.folder, model.name): model for name in arguments.words for model in _matches(name, models)}
     freed = sum(model.size for model in chosen.values())
     with json_output(arguments) as stream:
@@ -168,6 +172,10 @@ def _matches(name: str, models: list[CachedModel]) -> list[CachedModel]:
         made = {converted_folder(model.folder / model.files[0]) for model in matches if ":" in model.name}
         matches += [model for model in models if model.folder in made]
     if not matches:
+        if (local := find_local_model(name)) is not None:
+            raise ModelNotFoundError(
+                f"{name!r} is a model of {_OTHERS[local.source]}, which is only read: remove it there"
+            )
         names = list(dict.fromkeys(model.name for model in models))
         hint = did_you_mean(name, names, f"there is {', '.join(names) or 'none'}", cutoff=0.5)
         raise ModelNotFoundError(f"no model {name!r} is in the cache; {hint}")

@@ -108,7 +108,7 @@ class ModelOptions(OptionPart):
 
     model: str = Field(
         description="A built-in name (smollm2-135m), a Hugging Face folder, a .gguf file, or a model of the hub "
-        "(owner/name, owner/name:Q4_K_M, owner/name/FILE.gguf)."
+        "(owner/name, owner/name:Q4_K_M, owner/name/FILE.gguf), of Ollama (ollama:NAME) or LM Studio (lmstudio:NAME)."
     )
     task: Literal["auto", "generate", "embed", "classify", "score"] = Field(
         "auto",

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 
@@ -87,6 +88,22 @@ AdapterPaths = Annotated[dict[str, str] | None, BeforeValidator(_modules)]
 FilePath = Annotated[Path | None, BeforeValidator(lambda value: Path(value) if isinstance(value, str) else value)]
 
 
+#: Environment variable with the address of Ollama's server, for it and its clients.
+OLLAMA_HOST_VARIABLE = "OLLAMA_HOST"
+_OLLAMA_PORT = 11434
+
+
+def ollama_address(text: str | None) -> tuple[str, int]:
+    """Host and port of a value of OLLAMA_HOST, as Ollama's clients read it; without one, 127.0.0.1 and 11434."""
+    scheme, separator, rest = (text or "").strip().strip("\"'").partition("://")
+    default = {"http": 80, "https": 443}.get(scheme, _OLLAMA_PORT) if separator else _OLLAMA_PORT
+    try:
+        parts = urlsplit(f"//{rest if separator else scheme}")
+        return parts.hostname or "127.0.0.1", default if parts.port is None else parts.port
+    except ValueError as e:
+        raise ConfigError(f"{OLLAMA_HOST_VARIABLE} must be a host, with or without a port, not {text!r}: {e}") from None
+
+
 def names(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
@@ -114,6 +131,36 @@ class ServerOptions(BaseModel):
     )
     tls_cert: FilePath = Field(None, description="Certificate chain (PEM), to serve HTTPS.")
     tls_key: FilePath = Field(None, description="Private key of the certificate (PEM).")
+    ollama: bool = Field(
+        False,
+        description="Listen where Ollama does, too: at the address of the variable OLLAMA_HOST, by default "
+        "127.0.0.1:11434, with Ollama's routes only.",
+    )
+    allow_pull: bool = Field(
+        False, description="Let clients download and remove models, and give them names (/api/pull, /api/delete, "
+        "/api/copy).",
+    )  # fmt: skip
+    models: FilePath = Field(
+        None,
+        description="YAML file with several models to serve: a list of source, name, aliases, keep_alive, pinned and "
+        "the engine's options of each.",
+    )
+    models_dir: FilePath = Field(
+        None, description="Folder with several models to serve: folders with a config.json, and GGUF files."
+    )
+    memory: ByteSize | None = Field(
+        None, ge=1,
+        description="With several models: memory of all that are loaded, in bytes or as 20GiB; the least recently used "
+        "idle one makes room. Default: nine tenths of what is free at the start. With --fit: memory of the model.",
+    )  # fmt: skip
+    max_loaded: int | None = Field(
+        None, ge=1, description="With several models: maximum number that are loaded at a time. Default: by memory."
+    )
+    model_keep_alive: float | None = Field(
+        None, ge=0,
+        description="With several models: seconds without a request after which a model is unloaded. Default: it stays "
+        "until its memory is needed.",
+    )  # fmt: skip
     allowed_origins: str | None = Field(
         None, description="Web origins whose pages may call the server (CORS), separated by commas; * for all."
     )
@@ -289,7 +336,11 @@ class ServerOptions(BaseModel):
 
     def model_names(self, model: str) -> list[str]:
         """Names of the model in requests; responses have the first one by default."""
-        if aliases := names(self.served_model_name):
-            return aliases
-        # Clients must not see the full path of a folder.
-        return [Path(model).name or model] if Path(model).exists() else [model]
+        return names(self.served_model_name) or [short_name(model)]
+
+
+def short_name(model: str) -> str:
+    """The name of a model for clients, who must not see the full path of a folder."""
+    for program in ("ollama:", "lmstudio:"):
+        model = model.removeprefix(program)
+    return Path(model).name or model if Path(model).exists() else model

@@ -52,6 +52,10 @@ class CoreProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def end(self) -> None:
         """Kills it, even if it hangs, without waiting for its end."""
         self._process.kill()

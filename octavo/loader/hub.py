@@ -49,6 +49,11 @@ def is_weights(path: str) -> bool:
     return path.endswith((".gguf", ".safetensors"))
 
 
+def is_no_model(file: str) -> bool:
+    """Whether a GGUF file is an image encoder or the like by its name."""
+    return _NO_MODEL.search(file) is not None
+
+
 # ---- GGUF files
 
 #: A quantisation in a file's name, such as Q4_K_M, UD-IQ2_XXS and bf16.
@@ -123,12 +128,7 @@ def gguf_models(files: Mapping[str, HubFile]) -> list[GGUFModel]:
     models = []
     for path in files:
         parts = [part.as_posix() for part in split_paths(Path(path))]
-        if (
-            path.endswith(".gguf")
-            and not _NO_MODEL.search(path)
-            and parts[0] == path
-            and all(p in files for p in parts)
-        ):
+        if path.endswith(".gguf") and not is_no_model(path) and parts[0] == path and all(p in files for p in parts):
             models.append(GGUFModel(tuple(parts), sum(files[part].size for part in parts)))
     return sorted(models, key=lambda model: (model.size, model.name))
 

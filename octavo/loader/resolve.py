@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from octavo.config.options import ModelOptions
     from octavo.core.model_config import CheckpointQuantization
     from octavo.loader.hub import HubFiles, HubModel
+    from octavo.loader.local_models import LocalModel
 
 
 #: Bytes of the largest file that is fetched whole for ``write_sketch``: tokenizers are larger.
@@ -29,13 +30,16 @@ _MAX_SKETCHED = 4 << 20
 FOLDER_VERSION = 5
 _WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx", ".json")
 _ACCEPTED = "a folder with config.json, a .gguf file, a built-in name or a hub id (owner/name, owner/name:Q4_K_M)"
+#: Beginnings of names of other programs' models (``octavo.loader.local_models``).
+_LOCAL = ("ollama:", "lmstudio:")
 
 
 def resolve_model(name: str, *, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
     """The folder with config.json and tokenizer.json of a model, and its safetensors if it has no GGUF file.
 
     Args:
-        name: a folder with config.json, a .gguf file, a built-in name, the name of a shape, or a model of the hub
+        name: a folder with config.json, a .gguf file, a built-in name, the name of a shape, a model of Ollama or LM
+            Studio (``octavo.loader.local_models``) that is not in the hub's cache, or a model of the hub
             (``octavo.loader.hub``), tried in this order.
         revision: branch, tag or commit of a model of the hub.
         progress: shows downloads on standard error.
@@ -65,6 +69,8 @@ def resolve_model(name: str, *, revision: str | None = None, progress: bool = Tr
         return fetched.parent if BUILTIN[name].embeds else gguf_folder(fetched, name, BUILTIN[name].sampling)
     if name in SHAPES:
         return shape_folder(name)
+    if (local := local_model(name, revision)) is not None:
+        return gguf_folder(local.path, local.name, local.sampling)
     if model := hub_model(name):
         from octavo.loader.hub import find_files
 
@@ -91,6 +97,24 @@ def hub_model(name: str) -> HubModel | None:
     return parse_hub_model(name)
 
 
+def local_model(name: str, revision: str | None = None) -> LocalModel | None:
+    """The model of Ollama or LM Studio that ``name`` means; None: nothing of theirs, or something of Octavo's.
+
+    Raises:
+        ModelNotFoundError: ``ollama:NAME`` or ``lmstudio:NAME`` means nothing.
+    """
+    if not name or name in BUILTIN or name in SHAPES or os.path.exists(os.path.expanduser(name)):
+        return None
+    if not name.startswith(_LOCAL) and (model := hub_model(name)) is not None:
+        from octavo.loader.hub import find_cached
+
+        if revision or model.revision or find_cached(model) is not None:
+            return None
+    from octavo.loader.local_models import find_local_model
+
+    return find_local_model(name)
+
+
 def gguf_source(name: str, revision: str | None = None) -> Path | None:
     """The GGUF file with the weights of the model ``name``; None if the model is in another format.
 
@@ -101,6 +125,8 @@ def gguf_source(name: str, revision: str | None = None) -> Path | None:
         return None
     if os.path.isfile(path):
         return path
+    if (local := local_model(name, revision)) is not None:
+        return local.path
     if model := hub_model(name):
         from octavo.loader.hub import find_cached
 
@@ -260,7 +286,10 @@ def _not_found(name: str) -> str:
             near = []
         return f"no such file or folder: {name}" + (f"; did you mean {path.with_name(near[0])}?" if near else "")
     # A shape has no weights, so it is suggested only for an almost equal name.
-    near = difflib.get_close_matches(name, BUILTIN, n=1) or difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.9)
+    from octavo.loader.local_models import local_models
+
+    named = [*BUILTIN, *(model.name.removesuffix(":latest") for model in local_models())]
+    near = difflib.get_close_matches(name, named, n=1) or difflib.get_close_matches(name, SHAPES, n=1, cutoff=0.9)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return (
         f"no model {name!r}; {hint}accepted: {_ACCEPTED}; built in: {', '.join(BUILTIN)}; shapes without weights, "

@@ -34,6 +34,9 @@ def api_routes(options: ServerOptions) -> list[ApiRoute]:
     """The routes of the API, in the order of their description."""
     openai, anthropic, vectors = (partial(ApiRoute, tag=tag) for tag in ("OpenAI", "Anthropic", "Vectors"))
     llama, cohere, tokens, server = (partial(ApiRoute, tag=tag) for tag in ("llama.cpp", "Cohere", "Tokens", "Server"))
+    ollama = partial(ApiRoute, tag="Ollama", error="ollama.protocol:OllamaError")
+    not_there = {404: "There is no such model, or it is not served here."}
+    no_change = {403: "A web page, or the server has no allow_pull.", **not_there}
     one = "/v1/responses/{response_id}"
     missing = {400: "A parameter is wrong.", 404: "The response is not known, or forgotten."}
     unavailable = {503: "The engine has died, is started again or asleep, or the server shuts down."}
@@ -45,18 +48,18 @@ def api_routes(options: ServerOptions) -> list[ApiRoute]:
                "openai.protocol:ChatCompletion", stream=True),
         openai("POST", "/v1/chat/completions/batch", "openai.completions:create_batched_chats",
                "openai.protocol:ChatCompletion", task="generate"),
-        openai("GET", "/v1/models", "status_routes:list_models"),
+        openai("GET", "/v1/models", "status_routes:list_models", of_server=True),
         # A model's name may contain a slash.
         openai("GET", "/v1/models/{model:path}", "status_routes:retrieve_model",
-               errors={404: "The model does not exist here."}),
+               errors={404: "The model does not exist here."}, of_server=True),
         openai("POST", "/v1/responses", "openai.responses:create_response", "openai.response_protocol:ResponseObject",
                stream=True),
         openai("GET", one, "openai.responses:retrieve_response", "openai.response_protocol:ResponseObject",
-               errors=missing),
-        openai("DELETE", one, "openai.responses:delete_response", errors=missing),
-        openai("GET", f"{one}/input_items", "openai.response_request:list_input_items", errors=missing),
+               errors=missing, of_server=True),
+        openai("DELETE", one, "openai.responses:delete_response", errors=missing, of_server=True),
+        openai("GET", f"{one}/input_items", "openai.response_request:list_input_items", errors=missing, of_server=True),
         openai("POST", f"{one}/cancel", "openai.responses:cancel_response", "openai.response_protocol:ResponseObject",
-               errors=missing),
+               errors=missing, of_server=True),
         openai("POST", "/v1/responses/input_tokens", "openai.response_request:count_input_tokens"),
         openai("POST", "/v1/embeddings", "pooling:create_embeddings", "EmbeddingList", task="embed"),
         openai("POST", "/v1/audio/transcriptions", "audio:create_transcription", form="TranscriptionRequest",
@@ -83,16 +86,39 @@ def api_routes(options: ServerOptions) -> list[ApiRoute]:
         llama("POST", "/apply-template", "llamacpp:apply_template"),
         llama("GET", "/props", "llamacpp:props"),
         llama("GET", "/slots", "llamacpp:slots"),
+        ollama("POST", "/api/chat", "ollama.routes:chat", "ollama.protocol:ChatAnswer", is_busy=True, lines=True),
+        ollama("POST", "/api/generate", "ollama.routes:generate", "ollama.protocol:GenerateAnswer", is_busy=True,
+               lines=True),
+        ollama("POST", "/api/embed", "ollama.routes:embed", "ollama.protocol:Embeddings", is_busy=True),
+        ollama("POST", "/api/embeddings", "ollama.routes:embeddings", "ollama.protocol:OneEmbedding", is_busy=True),
+        ollama("GET", "/api/tags", "ollama.routes:tags", of_server=True),
+        ollama("GET", "/api/ps", "ollama.routes:ps", of_server=True),
+        ollama("POST", "/api/show", "ollama.routes:show", errors=not_there, of_server=True),
+        ollama("POST", "/api/pull", "ollama.routes:pull", "ollama.protocol:Progress", lines=True, is_operators=True,
+               of_server=True,
+               errors={**no_change, 429: "Too many downloads run.", 502: "The download failed."}),
+        ollama("DELETE", "/api/delete", "ollama.routes:delete", errors=no_change, is_operators=True, of_server=True),
+        ollama("POST", "/api/copy", "ollama.routes:copy", errors=no_change, is_operators=True, of_server=True),
+        *(ollama("POST", path, f"ollama.routes:{name}", "ollama.protocol:OllamaError", errors={400: "Always."},
+                 of_server=True)
+          for path, name in (
+              ("/api/create", "create"), ("/api/blobs/{digest}", "upload_blob"), ("/api/push", "push"))),
+        ollama("GET", "/api/version", "ollama.routes:version", of_server=True),
         tokens("GET", "/tokenizer_info", "status_routes:tokenizer_info"),
         tokens("POST", "/tokenize", "status_routes:tokenize"),
         tokens("POST", "/detokenize", "status_routes:detokenize"),
-        server("GET", "/", "status_routes:index"),
-        server("GET", "/health", "status_routes:health", errors=unavailable),
-        server("GET", "/version", "status_routes:version"),
-        server("GET", "/metrics", "status_routes:metrics", media_type="text/plain"),
+        server("GET", "/", "status_routes:index", of_server=True),
+        server("GET", "/health", "status_routes:health", errors=unavailable, of_server=True),
+        server("GET", "/version", "status_routes:version", of_server=True),
+        server("GET", "/metrics", "status_routes:metrics", media_type="text/plain", of_server=True),
         server("POST", "/reset_prefix_cache", "status_routes:reset_prefix_cache", errors=unavailable),
     ]  # fmt: skip
     if options.enable_admin_routes:
+        one_of_several = {
+            403: "A web page.",
+            404: "There is no such model.",
+            409: "It is in use or pinned.",
+        }
         refused = {400: "No such level or replica.", 403: "A web page.", 409: "Not now.", **unavailable}
         seen, changed = partial(server, errors=refused), partial(server, errors=refused, is_operators=True)
         routes += [
@@ -106,6 +132,8 @@ def api_routes(options: ServerOptions) -> list[ApiRoute]:
             changed("POST", "/v1/cache/pin", "cache_routes:pin"),
             changed("POST", "/v1/cache/release", "cache_routes:release"),
             seen("GET", "/v1/cache", "cache_routes:list_cache"),
+            changed("POST", "/v1/models/load", "status_routes:load_model", errors=one_of_several, of_server=True),
+            changed("POST", "/v1/models/unload", "status_routes:unload_model", errors=one_of_several, of_server=True),
         ]
     if options.enable_lora_routes:
         changed = partial(server, errors=no_adapter, is_operators=True)
@@ -129,7 +157,7 @@ def make_routes(options: ServerOptions, metrics: Metrics, api_keys: Sequence[str
     has_page = options.ui and (options.is_local or has_keys)
     app = Starlette(routes=[*routes, Route("/engine/events", engine_events)])
     app.router.redirect_slashes = False
-    app.state.has_keys = has_keys
+    app.state.has_keys, app.state.options, app.state.models = has_keys, options, None
     app.routes.append(Route("/openapi.json", _description(app, "as_json", "application/json")))
     app.routes.append(Route("/docs", _description(app, "as_page", "text/html")))
     if has_page:

@@ -61,9 +61,16 @@ class Metrics:
     All methods are for the event loop's thread and take microseconds; ``render`` takes milliseconds.
     """
 
-    def __init__(self, model_name: str, dropped_logs: Callable[[], int] = lambda: 0) -> None:
-        """``dropped_logs`` returns the number of log lines lost so far; called by every ``render``."""
-        self.registry = CollectorRegistry()
+    def __init__(
+        self, model_name: str, dropped_logs: Callable[[], int] = lambda: 0, server: Metrics | None = None
+    ) -> None:
+        """``dropped_logs`` returns the number of log lines lost so far; called by every ``render``.
+
+        ``server``: of a server with several models, its own metrics, on whose page this model's series appear.
+        """
+        self.registry: CollectorRegistry = CollectorRegistry() if server is None else server.registry
+        #: Families by name.
+        self._made: dict[str, Any] = {} if server is None else server._made
         self._model, self._dropped_logs = model_name, dropped_logs
         #: Called by every ``render``: the name and the state, "running" or "waiting", of each open request with an
         #: adapter; the replicas; and how often a request went from one core to another.
@@ -73,7 +80,8 @@ class Metrics:
         #: Statistics of grammars, shown by every ``render``.
         self.grammars = GrammarStats()
 
-        ProcessCollector(registry=self.registry)
+        if server is None:
+            ProcessCollector(registry=self.registry)
         counter, gauge = partial(self._family, Counter), partial(self._family, Gauge)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -141,13 +149,14 @@ class Metrics:
         self._grammar_series = StatisticSeries(self._families(declared_families(GrammarStats)))
         self._grammar_series.show_fields(GrammarStats, self.grammars)
 
-        # HTTP and logs.
-        self._http_open = gauge("http_open_requests", "HTTP requests being handled.")()
-        self._http_responses = counter("http_responses", "HTTP responses by route and status.", ["route", "code"])
-        self._http_rejected = counter("http_rejected", "HTTP requests answered 429, as the queue was full.")()
-        self._log_lines_dropped = Total(
-            counter("log_lines_dropped", "Log lines lost: the disk was full, or the writer too slow.")()
-        )
+        # HTTP and logs, of the whole server.
+        if server is None:
+            self._http_open = gauge("http_open_requests", "HTTP requests being handled.")()
+            self._http_responses = counter("http_responses", "HTTP responses by route and status.", ["route", "code"])
+            self._http_rejected = counter("http_rejected", "HTTP requests answered 429, as the queue was full.")()
+            self._log_lines_dropped = Total(
+                counter("log_lines_dropped", "Log lines lost: the disk was full, or the writer too slow.")()
+            )
 
         # Replicas.
         self._up = gauge("replica_up", "1 if the engine core of a replica takes requests, else 0.", ["replica"])
@@ -161,6 +170,11 @@ class Metrics:
     def render(self) -> tuple[bytes, str]:
         """The page that Prometheus scrapes, and its content type."""
         self._log_lines_dropped.set_total(self._dropped_logs())
+        self.refresh()
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    def refresh(self) -> None:
+        """Shows what is asked for at each ``render``: adapters, grammars, replicas."""
         counts = Counts((self.adapter_label(name), state) for name, state in self.adapter_states())
         for label in self._adapter_labels:
             for state in ("running", "waiting"):
@@ -171,7 +185,13 @@ class Metrics:
             total = self._restarts.setdefault(replica.number, Total(self._starts(str(replica.number))))
             total.set_total(replica.num_restarts)
         self._resumed.set_total(self.num_resumed())
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    def end_engine(self) -> None:
+        """Shows that the engine was unloaded: nothing runs, and there is no block."""
+        for number, replica in self._replicas.items():
+            replica.show(SchedulerState())
+            self._up(str(number)).set(0)
+        self.adapter_states, self.replica_states, self.num_resumed = tuple, tuple, int
 
     def log(self, stats: StepStats) -> None:
         replica = self._replica(stats.replica)
@@ -225,7 +245,10 @@ class Metrics:
 
     def _family(self, kind: Any, name: str, text: str, labels: Sequence[str] = (), **options: Any) -> Any:
         """Makes a family; returns a function from its label values to the metric."""
-        family = kind(f"octavo_{name}", text, ["model_name", *labels], registry=self.registry, **options)
+        family = self._made.get(name)
+        if family is None:
+            labels = ["model_name", *labels]
+            family = self._made[name] = kind(f"octavo_{name}", text, labels, registry=self.registry, **options)
         return lambda *values: family.labels(self._model, *values)
 
 

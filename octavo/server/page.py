@@ -270,9 +270,14 @@ def _encode(event: EngineEvent) -> bytes:
 
 
 async def engine_events(request: Request) -> EventStream:
-    """Views of the engine as they change, at most four a second."""
-    options, events = request.app.state.service.options, request.app.state.service.events
+    """Views of an engine as they change, at most four a second; with several models, of the one that ``model`` names.
+
+    Without a name it is the loaded model that was asked last. Watching neither loads a model nor keeps it loaded.
+    """
+    state = request.app.state
+    options = state.options
     if not (options.is_local or request.app.state.has_keys):
         message = "the engine is shown to others only with API keys: set api_key_file, or listen on 127.0.0.1"
         raise ApiError(403, message, code="needs_api_keys")
-    return EventStream(events.listen(client_of(request)), None)
+    service = state.service if state.models is None else state.models.watched(request.query_params.get("model"))
+    return EventStream(service.events.listen(client_of(request)), None)

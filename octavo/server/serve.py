@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import ipaddress
 import logging
 import os
 import resource
@@ -13,11 +14,18 @@ import socket
 import ssl
 import stat
 import sys
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.config.engine_config import EngineConfig
-from octavo.config.server_options import API_KEYS_VARIABLE, ServerOptions, names
+from octavo.config.model_list import ListedModel
+from octavo.config.server_options import (
+    API_KEYS_VARIABLE,
+    OLLAMA_HOST_VARIABLE,
+    ServerOptions,
+    names,
+    ollama_address,
+)
 from octavo.core.errors import ConfigError
 from octavo.core.garbage import IDLE_INTERVAL, IdleCollector, return_freed_memory, settle_collector
 from octavo.process.start_process import SECRET_VARIABLES
@@ -28,10 +36,11 @@ if TYPE_CHECKING:
 
     from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.core_start import CoreProcess
-    from octavo.server.http.connection import Server
+    from octavo.server.http.connection import Server, StartingApp
     from octavo.server.logging import LineWriter, Tracer
     from octavo.server.metrics import Metrics
-    from octavo.server.state import ServerState
+    from octavo.server.model_set import Slot
+    from octavo.server.state import ResponseStore, ServerState
 
 
 logger = logging.getLogger("octavo.server")
@@ -50,27 +59,40 @@ BACKLOG = 2048
 
 
 def serve(
-    config: EngineConfig, options: ServerOptions, process: CoreProcess | None = None, *, profiles: bool = False
+    served: EngineConfig | Sequence[ListedModel],
+    options: ServerOptions,
+    process: CoreProcess | None = None,
+    *,
+    profiles: bool = False,
+    configure: Callable[[Mapping[str, Any]], EngineConfig] | None = None,
 ) -> int:
-    """Serves until a signal or the death of the engine; returns the exit code.
+    """Serves a model, or several, until a signal or the death of the only engine; returns the exit code.
 
-    ``process`` is the core's, if it was started ahead; ``profiles`` logs how long each phase of the start took.
+    ``configure`` makes the options of an engine that clients may add (``allow_pull``). ``process`` is the core's, if it
+    was started ahead; ``profiles`` logs how long each phase of the start of one model took.
     """
     from octavo.engine.core_start import CoreProcess
     from octavo.server.logging import Tracer, start_logging
 
-    options.check_engine(config)
+    if isinstance(served, EngineConfig):
+        options.check_engine(served)
     keys = read_api_keys(options, os.environ)
     # The processes started from here on do not need them.
     for name in SECRET_VARIABLES:
         os.environ.pop(name, None)
-    endpoint = options.otlp_traces_endpoint
-    tracer = Tracer(options.model_names(config.model)[0], endpoint) if endpoint else None
+    endpoint, tracer = options.otlp_traces_endpoint, None
+    if endpoint:
+        name = options.model_names(served.model)[0] if isinstance(served, EngineConfig) else "octavo"
+        tracer = Tracer(name, endpoint)
     with contextlib.suppress(OSError, ValueError):  # each connection is an open file, of which often 1024 are allowed
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     sys.setswitchinterval(SWITCH_INTERVAL)
-    with listening_socket(options) as sock:
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(listening_socket(options))]
+        if options.ollama:
+            address = ollama_address(os.environ.get(OLLAMA_HOST_VARIABLE))
+            socks.append(stack.enter_context(listening_socket(options, address)))
         process = process or CoreProcess()
         try:
             check_plug_ins(options)
@@ -78,11 +100,16 @@ def serve(
         except BaseException:
             process.kill()
             raise
-        if not keys and not options.is_local:
-            advice = f"set api_key_file or {API_KEYS_VARIABLE}, or listen on 127.0.0.1"
-            logger.warning("listening on %s without API keys: anyone may use the server; %s", options.host, advice)
+        for host in () if keys else (sock.getsockname()[0] for sock in socks):
+            if not ipaddress.ip_address(host).is_loopback:
+                advice = f"set api_key_file or {API_KEYS_VARIABLE}, or listen on 127.0.0.1"
+                logger.warning("listening on %s without API keys: anyone may use the server; %s", host, advice)
         try:
-            return asyncio.run(_serve(config, options, keys, sock, process, writer, tracer, profiles=profiles))
+            if isinstance(served, EngineConfig):
+                work = _serve(served, options, keys, socks, process, writer, tracer, profiles=profiles)
+            else:
+                work = _serve_many(served, options, keys, socks, process, writer, tracer, configure)
+            return asyncio.run(work)
         except KeyboardInterrupt:  # before the signal handlers were installed
             return EXIT_INTERRUPTED
         finally:
@@ -126,14 +153,15 @@ def check_plug_ins(options: ServerOptions) -> None:
 
 
 @contextlib.contextmanager
-def listening_socket(options: ServerOptions) -> Iterator[socket.socket]:
-    """A socket that listens at the address, opened before a model is loaded."""
+def listening_socket(options: ServerOptions, address: tuple[str, int] | None = None) -> Iterator[socket.socket]:
+    """A socket that listens at the address (default: of the options), opened before a model is loaded."""
+    host, port = address or (options.host, options.port)
     if options.tls_cert is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.tls_cert, options.tls_key)
         except OSError as e:  # includes SSLError
             raise ConfigError(f"cannot use tls_cert {options.tls_cert} with tls_key {options.tls_key}: {e}") from None
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -144,12 +172,12 @@ def listening_socket(options: ServerOptions) -> Iterator[socket.socket]:
         # first, up to 40 ms. asyncio sets it only for sockets that were made with a protocol number.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            sock.bind((options.host, options.port))
+            sock.bind((host, port))
             # Two sockets may be bound to one address, but only one listens: this finds another server.
             sock.listen(BACKLOG)
         except (OSError, OverflowError) as e:
             reason = getattr(e, "strerror", None) or e
-            raise ConfigError(f"cannot listen on {options.host}:{options.port}: {reason}") from None
+            raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from None
         yield sock
 
 
@@ -157,7 +185,7 @@ async def _serve(
     config: EngineConfig,
     options: ServerOptions,
     keys: list[str],
-    sock: socket.socket,
+    socks: list[socket.socket],
     process: CoreProcess,
     writer: LineWriter,
     tracer: Tracer | None,
@@ -171,11 +199,11 @@ async def _serve(
     app = StartingApp()
     server = Server(app, options)
     # If the start fails, asyncio.run cancels both tasks.
-    serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+    serving = asyncio.ensure_future(server.serve(sockets=socks))
     with phase("imports of the engine"):
         engine = await asyncio.to_thread(importlib.import_module, "octavo.engine.async_llm")
     starting = asyncio.ensure_future(engine.AsyncLLM.start(config, process))
-    routes, metrics = await asyncio.to_thread(_make_routes, options, names, keys, writer)
+    routes, metrics = await asyncio.to_thread(_make_routes, options, names[0], keys, writer)
     llm = await starting
     try:
         with phase("service"):
@@ -186,10 +214,7 @@ async def _serve(
                 load_routes(routes, service.tasks)
             settle_collector()
         lifecycle = _ServerLifecycle(service, server)
-        app.open(routes)
-        host, port = sock.getsockname()[:2]
-        scheme, host = "https" if options.tls_cert else "http", f"[{host}]" if ":" in host else host
-        logger.info("serving %s on %s://%s:%s", ", ".join(names), scheme, host, port)
+        _open(app, routes, options, socks, names)
         if profiles:
             for line in table([profile("server"), *llm.startup_profiles]):
                 logger.info("%s", line)
@@ -200,28 +225,147 @@ async def _serve(
             await asyncio.to_thread(tracer.shutdown)
 
 
-def _make_routes(
-    options: ServerOptions, names: list[str], keys: list[str], writer: LineWriter
-) -> tuple[Starlette, Metrics]:
+def _open(
+    app: StartingApp, routes: Starlette, options: ServerOptions, socks: list[socket.socket], names: list[str]
+) -> None:
+    """Answers requests from now on."""
+    urls = [_url(sock, options) for sock in socks]
+    if options.ollama:
+        from octavo.server.ollama.listener import OllamaListener
+
+        app.open(OllamaListener(routes, socks[1].getsockname()[1]))
+        logger.info("Ollama's API is at %s", urls[1])
+    else:
+        app.open(routes)
+    logger.info("serving %s on %s", ", ".join(names), urls[0])
+
+
+async def _serve_many(
+    listed: Sequence[ListedModel],
+    options: ServerOptions,
+    keys: list[str],
+    socks: list[socket.socket],
+    process: CoreProcess,
+    writer: LineWriter,
+    tracer: Tracer | None,
+    configure: Callable[[Mapping[str, Any]], EngineConfig] | None,
+) -> int:
+    from octavo.server.http.connection import Server, StartingApp
+
+    app = StartingApp()
+    server = Server(app, options)
+    serving = asyncio.ensure_future(server.serve(sockets=socks))
+    spare = _SpareCore(process)
+    try:
+        routes, metrics = await asyncio.to_thread(_make_routes, options, "", keys, writer)
+        memory_needs, catalog, model_set, _ = await asyncio.to_thread(
+            lambda: [*map(importlib.import_module, _MODULES_OF_MANY)]
+        )
+        memory: int | None = options.memory
+        if memory is None:
+            memory = int(await asyncio.to_thread(memory_needs.memory_of_models, listed[0].config))
+        engine = importlib.import_module("octavo.engine.async_llm")
+
+        async def start(slot: Slot, config: EngineConfig) -> ServerState:
+            llm = await engine.AsyncLLM.start(config, spare.take())
+            try:
+                return await _make_service(llm, options, slot.metrics, [slot.name], tracer, models.responses)
+            except BaseException:
+                await llm.shutdown(0)
+                raise
+            finally:
+                spare.refill()
+
+        def may_be_added(name: str) -> ListedModel | None:
+            if configure is None or not options.allow_pull or not catalog.is_known(name):
+                return None
+            return ListedModel(configure({"model": name}), (name,), options.model_keep_alive)
+
+        models = model_set.ModelSet(
+            listed, options, metrics, start, memory_needs.size_model, memory,
+            listed=may_be_added, is_here=catalog.is_here,
+        )  # fmt: skip
+        routes.state.models = models
+        routes.state.make_directory = lambda: importlib.import_module(_SET_DIRECTORY).SetDirectory(models)
+        settle_collector()
+        models.open()
+        lifecycle = _ServerLifecycle(models, server)
+        _open(app, routes, options, socks, [slot.name for slot in models.slots])
+        logger.info("%.2f GiB are for all models together; each is loaded when a request names it", memory / (1 << 30))
+        try:
+            return await lifecycle.run(serving)
+        finally:
+            await models.shut_down(0)
+    finally:
+        spare.kill()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.shutdown)
+
+
+_SET_DIRECTORY = "octavo.server.ollama.set_directory"
+_MODULES_OF_MANY = (
+    "octavo.engine.memory_needs",
+    "octavo.engine.model_catalog",
+    "octavo.server.model_set",
+    "octavo.engine.async_llm",
+)
+
+
+class _SpareCore:
+    """Owns a core's process that has done its imports before a model is to be loaded."""
+
+    def __init__(self, process: CoreProcess) -> None:
+        self._process: CoreProcess | None = process
+
+    def take(self) -> CoreProcess | None:
+        """The process, if it lives; its new owner ends it."""
+        process, self._process = self._process, None
+        if process is not None and not process.is_alive:
+            process.kill()
+            return None
+        return process
+
+    def refill(self) -> None:
+        if self._process is None:
+            from octavo.engine.core_start import CoreProcess
+
+            self._process = CoreProcess()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+
+def _url(sock: socket.socket, options: ServerOptions) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"{'https' if options.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _make_routes(options: ServerOptions, name: str, keys: list[str], writer: LineWriter) -> tuple[Starlette, Metrics]:
     """Imports the routes that are most likely asked first and makes the application, while the engine loads."""
     with phase("imports of the routes"):
         from octavo.server.app import make_routes
         from octavo.server.metrics import Metrics
         from octavo.server.openai.completions import ChatCompletionRequest
     with phase("routes"):
-        metrics = Metrics(names[0], lambda: writer.dropped)
+        metrics = Metrics(name, lambda: writer.dropped)
         app = make_routes(options, metrics, keys)
         ChatCompletionRequest.model_rebuild()
         return app, metrics
 
 
 async def _make_service(
-    llm: AsyncLLM, options: ServerOptions, metrics: Metrics, names: list[str], tracer: Tracer | None
+    llm: AsyncLLM,
+    options: ServerOptions,
+    metrics: Metrics,
+    names: list[str],
+    tracer: Tracer | None,
+    responses: ResponseStore | None = None,
 ) -> ServerState:
     from octavo.engine.front_end import StatusLine
     from octavo.server.state import make_service
 
-    service = make_service(llm, options, metrics, names, tracer)
+    service = make_service(llm, options, metrics, names, tracer, responses)
     await service.load_modules()
     for replica, stats in enumerate(await llm.replica_stats()):
         metrics.on_state(stats, replica)
@@ -231,11 +375,31 @@ async def _make_service(
     return service
 
 
+class Served(Protocol):
+    """What a server serves: a ``ServerState`` or a ``ModelSet``."""
+
+    @property
+    def options(self) -> ServerOptions: ...
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+
+    @property
+    def died(self) -> asyncio.Event:
+        """Set when no request can be served any more."""
+
+    async def refuse_requests(self) -> None:
+        """Refuses new requests, and ends the streams of those who watch an engine."""
+
+    async def shut_down(self, timeout: float) -> None:
+        """Gives open requests ``timeout`` seconds, and ends the engines."""
+
+
 class _ServerLifecycle:
     """Serves until a signal (graceful shutdown, at once on a second Ctrl-C) or the death of the engine."""
 
-    def __init__(self, service: ServerState, server: Server) -> None:
-        self._service = service
+    def __init__(self, served: Served, server: Server) -> None:
+        self._served = served
         self._server = server
         self._stop = asyncio.Event()
         self._shutdown: asyncio.Future[None] | None = None
@@ -270,23 +434,23 @@ class _ServerLifecycle:
     async def _shut_down_on_signal(self) -> None:
         """Refuses new requests, gives open ones ``shutdown_timeout``, and ends the engine."""
         await self._stop.wait()
-        service = self._service
-        service.closing = True
-        logger.info("shutting down; %d open requests have %g s", service.llm.num_open, service.options.shutdown_timeout)
-        await service.events.close()
+        served = self._served
+        seconds = served.options.shutdown_timeout
+        logger.info("shutting down; %d open requests have %g s", served.num_open, seconds)
+        await served.refuse_requests()
         self._server.should_exit = True
-        await service.llm.shutdown(service.options.shutdown_timeout)
+        await served.shut_down(seconds)
 
     async def _collect_when_idle(self) -> None:
         collector = IdleCollector()
         await asyncio.to_thread(return_freed_memory)  # some 15 MB, freed by the start
         while True:
             await asyncio.sleep(IDLE_INTERVAL)
-            if not self._service.llm.num_open:
+            if not self._served.num_open:
                 collector.collect()
 
     async def _stop_after_engine_death(self) -> None:
-        await self._service.llm.died.wait()
+        await self._served.died.wait()
         self._code = EXIT_ENGINE_DIED
         await asyncio.sleep(DEATH_GRACE)
         self._server.should_exit = True

@@ -30,6 +30,7 @@ from octavo.server.page import EngineEvents
 from octavo.server.prompt_inputs import ImageInputs
 
 if TYPE_CHECKING:
+    from octavo.server.model_set import ModelSet
     from octavo.server.openai.response_protocol import InputItem
     from octavo.server.openai.responses import BackgroundResponse
 
@@ -67,6 +68,8 @@ class ServerState:
     resolver: AdapterResolver | None = None
     #: Seconds since 1970.
     created: int = field(default_factory=lambda: int(time.time()))
+    #: Keeps the engine loaded beyond a request, until the function that it returns is called.
+    hold: Callable[[], Callable[[], None]] = lambda: lambda: None
     #: During shutdown open requests may finish and new ones are refused.
     closing: bool = False
     #: Log lines that appear once.
@@ -88,6 +91,33 @@ class ServerState:
         """The model's tasks: "generate" and the tasks of ``PoolingParams``."""
         return self.llm.front_end.pooling.tasks
 
+    @property
+    def sees_images(self) -> bool:
+        return self.images.are_seen
+
+    @property
+    def max_model_len(self) -> int:
+        return self.llm.max_model_len
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return self.llm.num_open
+
+    @property
+    def died(self) -> asyncio.Event:
+        """Set when the engine is lost for good."""
+        return self.llm.died
+
+    async def shut_down(self, timeout: float) -> None:
+        """Gives open requests ``timeout`` seconds, and ends the engine."""
+        await self.llm.shutdown(timeout)
+
+    async def refuse_requests(self) -> None:
+        """Refuses new requests, and ends the streams of those who watch the engine."""
+        self.closing = True
+        await self.events.close()
+
     def check_running(self) -> None:
         """Refuses a request while the server shuts down (503), or after the engine's end."""
         if self.closing:
@@ -107,7 +137,7 @@ class ServerState:
     async def model(self, name: str | None) -> ServedModel:
         """The model that a request names (else 404); the resolver loads an adapter that is not loaded yet."""
         self.check_running()
-        if name is None or name in self.model_names:
+        if name is None or name in self.model_names or name.removesuffix(":latest") in self.model_names:
             return ServedModel(name or self.model_names[0])
         adapter = self.llm.adapters.get(name)
         if adapter is None and self.resolver is not None:
@@ -185,9 +215,17 @@ DEFAULT_MAX_LOGPROBS = 20
 
 
 def make_service(
-    llm: AsyncLLM, options: ServerOptions, metrics: Metrics, model_names: list[str], tracer: Tracer | None = None
+    llm: AsyncLLM,
+    options: ServerOptions,
+    metrics: Metrics,
+    model_names: list[str],
+    tracer: Tracer | None = None,
+    responses: ResponseStore | None = None,
 ) -> ServerState:
-    """The state of a server whose engine is ready; ``load_modules`` comes next."""
+    """The state of a server whose engine is ready; ``load_modules`` comes next.
+
+    ``responses``: a store that other models share.
+    """
     limit = QueueLimit(llm, options.max_queued_requests, options.max_queued_tokens)
     llm.adapters.reserved += model_names
     llm.inputs.sandbox.seconds_per_minute = options.sandbox_seconds_per_client
@@ -199,7 +237,8 @@ def make_service(
     _check_extras(llm)
     resolver = make_resolver(options.lora_resolver, options.lora_folder)
     formats = ChatFormats(options.tool_call_parser, options.reasoning_parser)
-    responses = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
+    if responses is None:
+        responses = ResponseStore(options.max_stored_responses, options.max_stored_response_bytes)
     images, events = ImageInputs(llm, options), EngineEvents(llm, metrics.latencies)
     return ServerState(llm, options, metrics, model_names, limit, formats, responses, images, events, tracer, resolver)
 
@@ -223,8 +262,26 @@ def _check_extras(llm: AsyncLLM) -> None:
 
 
 def state_of(request: Request) -> ServerState:
-    service: ServerState = request.app.state.service
+    """The state of the model that the request names; or of the only one."""
+    service: ServerState = request.scope.get("state", {}).get("service") or request.app.state.service
     return service
+
+
+def models_of(request: Request) -> ModelSet | None:
+    """The models of a server that has several."""
+    models: ModelSet | None = getattr(request.app.state, "models", None)
+    return models
+
+
+def deadline_of(request: Request) -> float:
+    """``ServerState.deadline``, before the model is known."""
+    timeout: float = request.app.state.options.request_timeout
+    return asyncio.get_running_loop().time() + timeout
+
+
+def responses_of(request: Request) -> ResponseStore:
+    """The stored responses, of all models."""
+    return state_of(request).responses if (models := models_of(request)) is None else models.responses
 
 
 def operator_state(request: Request) -> ServerState:

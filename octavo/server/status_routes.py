@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 from starlette.exceptions import HTTPException
@@ -22,11 +22,18 @@ from octavo.server.http.errors import ApiError, invalid, server_error
 from octavo.server.http.streaming import with_cancellation
 from octavo.server.openai.protocol import ChatMessage, TemplateOptions
 from octavo.server.prompt_inputs import encode, write_conversation
-from octavo.server.state import ServedModel, ServerState, operator_state, state_of
+from octavo.server.state import ServedModel, ServerState, models_of, operator_state, state_of
+
+if TYPE_CHECKING:
+    from octavo.server.model_set import ModelSet, Slot
 
 logger = logging.getLogger("octavo.server")
 
 # Bodies of requests and responses.
+
+
+class NamedModel(RequestModel):
+    model: Name = Field(description="Its name, or an alias.")
 
 
 class TokenizeRequest(TemplateOptions):
@@ -54,12 +61,30 @@ class Index(ResponseModel):
     docs: str
 
 
+class ModelStatus(ResponseModel):
+    """One of several models of a server."""
+
+    value: Literal["unloaded", "loading", "loaded", "draining", "sleeping", "failed"] = Field(
+        description="draining: it gets no new requests until it was unloaded to make room; sleeping: its KV cache made "
+        "room, its weights are in memory."
+    )
+    progress: str | None = Field(None, description="Of a model that is loading.")
+    error: str | None = Field(None, description="Why the last load failed.")
+    open_requests: int = Field(description="Requests that it answers, or that wait for it.")
+    memory_bytes: int | None = Field(None, description="Bytes that it takes when it is loaded, as far as known.")
+    pinned: bool
+    keep_alive: float | None = Field(None, description="Seconds without a request after which it is unloaded.")
+    aliases: list[str]
+
+
 class Model(ResponseModel):
     id: str
     created: int
     object: Literal["model"]
     owned_by: str
-    max_model_len: int = Field(description="Longest prompt and output together, in tokens.")
+    max_model_len: int | None = Field(
+        None, description="Longest prompt and output together, in tokens; left out if it is not known yet."
+    )
     root: str = Field(description="The model's first name; of an adapter, its path in lora_folder, or its last part.")
     parent: str | None = Field(description="Of an adapter: its base model.")
     tasks: list[str] = Field(
@@ -70,6 +95,8 @@ class Model(ResponseModel):
     default_sampling_params: dict[str, int | float] | None = Field(
         None, description="Sampling parameters of requests that leave them out, of models that generate."
     )
+    loaded: bool | None = Field(None, description="With several models: whether it answers without being loaded.")
+    status: ModelStatus | None = Field(None, description="With several models: what it does now.")
 
 
 class ModelList(ResponseModel):
@@ -182,15 +209,21 @@ class Health(ResponseModel):
 
 async def index(request: Request) -> Index:
     """The server's name, version and models."""
-    service = state_of(request)
-    return Index(name="Octavo", version=__version__, models=service.model_names, docs="/docs")
+    models = models_of(request)
+    names = state_of(request).model_names if models is None else [slot.name for slot in models.slots]
+    return Index(name="Octavo", version=__version__, models=names, docs="/docs")
 
 
 async def list_models(request: Request) -> ModelList | AnthropicModelList:
-    """The served names of the model, and its adapters; in Anthropic's format for its clients."""
-    service = state_of(request)
-    models = [_describe_model(service, ServedModel(name)) for name in service.model_names]
-    models += [_describe_model(service, ServedModel(adapter.name, adapter.request)) for adapter in service.llm.adapters]
+    """The served names of the model, or all models; and adapters. In Anthropic's format for its clients."""
+    served = models_of(request)
+    if served is None:
+        service = state_of(request)
+        models = [_describe_model(service, ServedModel(name)) for name in service.model_names]
+        models += _describe_adapters(service)
+    else:
+        models = [_describe_slot(served, slot) for slot in served.slots]
+        models += [each for slot in served.slots if slot.service for each in _describe_adapters(slot.service)]
     if "anthropic-version" not in request.headers:
         return ModelList(object="list", data=models)
     ids = [model.id for model in models]
@@ -200,10 +233,18 @@ async def list_models(request: Request) -> ModelList | AnthropicModelList:
 
 async def retrieve_model(request: Request, model: str) -> Model | AnthropicModel:
     """One served name of the model, or an adapter; in Anthropic's format for its clients."""
-    service = state_of(request)
+    served = models_of(request)
     if not model:
         raise HTTPException(404)  # the address of the list with a slash at its end
-    described = _describe_model(service, await service.model(model))
+    if served is None:
+        service = state_of(request)
+        described = _describe_model(service, await service.model(model))
+    elif (slot := served.known(model)) is None:
+        raise served.not_found(model)
+    elif slot.service is not None and slot.service.llm.adapters.get(model) is not None:
+        described = _describe_model(slot.service, await slot.service.model(model))
+    else:
+        described = _describe_slot(served, slot)
     return _in_anthropic_format(described) if "anthropic-version" in request.headers else described
 
 
@@ -214,6 +255,10 @@ def _in_anthropic_format(model: Model) -> AnthropicModel:
 
 async def health(request: Request) -> Health:
     """Status 200 while requests are computed; 503 while an engine is started again, after its end, or at shutdown."""
+    models = models_of(request)
+    if models is not None:
+        models.check_open()
+        return Health(status="ok")
     service = state_of(request)
     service.check_running()
     if not service.llm.is_available:
@@ -230,7 +275,8 @@ async def version(request: Request) -> Version:
 
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format."""
-    page, content_type = state_of(request).metrics.render()
+    models = models_of(request)
+    page, content_type = state_of(request).metrics.render() if models is None else models.render_metrics()
     return Response(page, headers={"content-type": content_type})
 
 
@@ -238,6 +284,40 @@ async def reset_prefix_cache(request: Request) -> Response:
     """Empties the prefix cache."""
     await operator_state(request).llm.reset_prefix_cache()
     return Response(b"{}", media_type="application/json")
+
+
+def _describe_adapters(service: ServerState) -> list[Model]:
+    return [_describe_model(service, ServedModel(each.name, each.request)) for each in service.llm.adapters]
+
+
+def _describe_slot(models: ModelSet, slot: Slot) -> Model:
+    """One of several models, whether it is loaded or not."""
+    if slot.service is not None:
+        described = _describe_model(slot.service, ServedModel(slot.name))
+    else:
+        sized = slot.sized
+        described = Model(
+            id=slot.name, created=slot.created, object="model", owned_by="octavo", root=slot.name, parent=None,
+            tasks=[] if sized is None else list(sized.tasks), input_modalities=[],
+        )  # fmt: skip
+        if sized is not None:
+            described.max_model_len = sized.max_model_len
+            described.input_modalities = ["audio" if "transcribe" in sized.tasks else "text"]
+    described.loaded = slot.is_ready
+    described.status = status = ModelStatus(
+        value=slot.status,
+        open_requests=slot.users,
+        pinned=slot.model.pinned,
+        keep_alive=slot.keep_alive,
+        aliases=[name for name in models.names_of(slot) if name != slot.name],
+    )
+    if slot.progress:
+        status.progress = slot.progress
+    if slot.failure is not None and slot.service is None:
+        status.error = slot.failure.message
+    if slot.need:
+        status.memory_bytes = slot.need
+    return described
 
 
 def _describe_model(service: ServerState, model: ServedModel) -> Model:
@@ -261,6 +341,31 @@ def _describe_model(service: ServerState, model: ServedModel) -> Model:
     if "generate" in service.tasks:
         described.default_sampling_params = service.llm.inputs.sampling_in_effect
     return described
+
+
+# One of several models; only with ``enable_admin_routes``.
+
+
+async def load_model(request: Request, body: NamedModel) -> Model:
+    """Loads one of several models, unless it is loaded; it may be unloaded again as any other."""
+    models, slot = await _slot(request, body.model)
+    async with models.lease(slot, request.receive):
+        return _describe_slot(models, slot)
+
+
+async def unload_model(request: Request, body: NamedModel) -> Model:
+    """Unloads one of several models, if it has no open requests."""
+    models, slot = await _slot(request, body.model)
+    if slot.service is not None and not await models.unload(slot):
+        raise ApiError(409, f"the model {slot.name!r} is in use or pinned", param="model", code="model_in_use")
+    return _describe_slot(models, slot)
+
+
+async def _slot(request: Request, name: str) -> tuple[ModelSet, Slot]:
+    models = models_of(request)
+    if models is None:
+        raise ApiError(409, "this server has one model, which stays loaded", code="one_model")
+    return models, await models.find(name)
 
 
 # Sleep mode and replicas; only with ``enable_admin_routes``.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cli.helpers import Capture, Run
+from tests.ollama_store import LIBRARY, Store
 
 DIGEST = "0123456789abcdef"
 
@@ -87,6 +88,26 @@ def test_a_base_model_is_said_to_be_one(
     assert octavo("chat", "gemma3-270m") == 2
     said = capsys.readouterr().err
     assert "gemma3-270m is a base model" in said and "such as smollm2-135m" in said
+
+
+def test_models_of_ollama_are_listed_and_never_removed(
+    octavo: Run, capsys: Capture, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "ollama")
+    monkeypatch.setenv("OLLAMA_MODELS", str(store.root))
+    gguf = tmp_path / "weights"
+    gguf.write_bytes(b"GGUF")
+    store.add(f"{LIBRARY}/llama3.2/latest", gguf)
+    [entry] = [model for model in listed(octavo, capsys) if model["kind"] == "ollama"]
+    assert (entry["name"], entry["size_bytes"]) == ("llama3.2:latest", 4)
+    assert octavo("list") == 0
+    out = capsys.readouterr().out
+    assert "llama3.2:latest" in out and out.splitlines()[-1].startswith("3.911 KiB in 3 folders")  # of our own
+    before = sorted(store.root.rglob("*"))
+    for name in ("llama3.2", "ollama:llama3.2"):
+        assert octavo("rm", name) == 2
+        assert "is a model of Ollama, which is only read" in capsys.readouterr().err
+    assert sorted(store.root.rglob("*")) == before
 
 
 def test_an_empty_cache_is_no_error(octavo: Run, capsys: Capture, tmp_path: Path, monkeypatch: Any) -> None:

@@ -31,6 +31,10 @@ TEXTS = {
     "allowed_media_domains": "a.example,b.example",
     "image_url_networks": "10.0.0.0/8",
     "ui": "false",
+    "ollama": "true",
+    "allow_pull": "true",
+    "models": "/models.yaml",
+    "models_dir": "/models",
     "log_format": "json",
     "log_level": "WARNING",
     "log_file": "/log",
@@ -61,6 +65,12 @@ def test_every_option_is_read_from_variables_and_from_the_file(tmp_path: Path) -
     assert [name for name in TEXTS if getattr(by_file, name) == getattr(defaults, name)] == []
     assert by_file.allowed_media_domains == ("a.example", "b.example")
     assert by_file.log_file == Path("/log") and by_file.log_level == "warning"
+
+
+def test_a_models_name_is_without_the_program_that_keeps_it() -> None:
+    options = resolve_server_options({}, environ={})
+    names = [options.model_names(name) for name in ("ollama:llama3.2:1b", "lmstudio:owner/name", "smollm2-135m")]
+    assert names == [["llama3.2:1b"], ["owner/name"], ["smollm2-135m"]]
 
 
 def test_each_source_wins_over_the_one_before_it(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from octavo.config.engine_config import EngineConfig
+from octavo.config.model_list import list_models, read_entries
 from octavo.config.sources import OPTIONS
 from octavo.lab.bench.policies import scenario_files
 from tests.docs.snippets import PAGES, Block, blocks
@@ -109,6 +111,10 @@ def test_json_is_valid(block: Block) -> None:
 @pytest.mark.parametrize("block", [block for block in EVERY if block.language in ("yaml", "yml")], ids=name)
 def test_yaml_names_options_that_exist(block: Block, tmp_path: Path) -> None:
     content = yaml.safe_load(block.text)
+    if isinstance(content, list):
+        (tmp_path / "models.yaml").write_text(block.text, encoding="utf-8")
+        assert list_models(read_entries(tmp_path / "models.yaml"), EngineConfig.model_validate)
+        return
     if "traffic" in content:
         (tmp_path / "scenario.yaml").write_text(block.text, encoding="utf-8")
         [scenario] = scenario_files.load(str(tmp_path / "scenario.yaml"))

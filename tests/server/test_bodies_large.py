@@ -89,9 +89,7 @@ def answers(*bodies: bytes | dict[str, Any], content_type: str = "application/js
     """What a route of a ``Body`` answers."""
     app = Starlette(routes=[ApiRoute("POST", "/", count)])
     app.state.service = SimpleNamespace(
-        llm=SimpleNamespace(max_model_len=100),
-        options=SimpleNamespace(unknown_fields="refuse"),
-        images=SimpleNamespace(are_seen=False),
+        options=SimpleNamespace(unknown_fields="refuse"), sees_images=False, max_model_len=100
     )
     handle_errors(app)
 

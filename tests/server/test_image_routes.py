@@ -119,6 +119,25 @@ def test_a_chat_has_the_tokens_of_the_prompt_with_its_images(server: Running, ll
     assert chat(server, image_part(A), text_part("what?")).json() != chat(server, image_part(B), text_part("what?"))
 
 
+def test_ollamas_routes_take_images_in_base64(server: Running) -> None:
+    """Images come before the text of their message."""
+    image = base64.b64encode(file_of(A)).decode()
+    body = {"messages": [{"role": "user", "content": [image_part(A), text_part("what?")]}], **WHAT}
+    options = {"temperature": WHAT["temperature"], "num_predict": WHAT["max_tokens"]}
+    message = {"role": "user", "content": "what?", "images": [image]}
+    with server.http() as http:
+        expected = http.post("/v1/chat/completions", json=body).json()
+        common = {"model": "eyes", "stream": False, "options": options}
+        made = http.post("/api/chat", json={**common, "messages": [message]}).json()
+        text = http.post("/api/generate", json={**common, "prompt": "what?", "images": [image]}).json()
+        assert "vision" in http.post("/api/show", json={"model": "eyes"}).json()["capabilities"]
+        wrong = http.post("/api/generate", json={**common, "prompt": "what?", "images": ["no image"]})
+    assert made["message"]["content"] == text["response"] == expected["choices"][0]["message"]["content"]
+    assert made["prompt_eval_count"] == text["prompt_eval_count"] == expected["usage"]["prompt_tokens"]
+    assert "context" not in text  # token ids alone do not say which images there were
+    assert wrong.status_code == 400 and "base64" in wrong.json()["error"]
+
+
 def test_llm_chat_takes_the_same_messages(server: Running, llm: LLM) -> None:
     expected = tokens_of(chat(server, image_part(A), text_part("what?")))
     for part in (

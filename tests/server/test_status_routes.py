@@ -38,7 +38,6 @@ def test_models_come_in_anthropics_form_to_its_clients(tiny_server: Running, htt
         ("/embed_all", "/v1/embeddings"),
         ("/v1/health", "/health"),
         ("/v1/chat/completion", "/v1/chat/completions"),
-        ("/api/chat", "/v1/chat/completions"),
         ("/zzz", "/docs"),
     ],
 )

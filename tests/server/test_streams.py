@@ -150,6 +150,8 @@ def test_responses_to_generated_requests_conform_to_openapi(tiny_server: Running
         "/", "/health", "/version", "/metrics", "/reset_prefix_cache",
         "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/classify", "/pooling",
         "/embedding", "/embeddings", "/embed", "/v2/embed", "/v2/chat", "/v1/chat/completions/batch",
+        *(f"/api/{name}" for name in ("chat", "copy", "create", "delete", "embed", "embeddings", "generate", "ps")),
+        *(f"/api/{name}" for name in ("pull", "push", "show", "tags", "version", "blobs/{digest}")),
     }  # fmt: skip
     guide = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
     for path, route in page["paths"].items():

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import getitem
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -28,10 +28,10 @@ from octavo.process.children import WorkThread
 from octavo.server.fields import REFUSED
 from octavo.server.http.errors import NOT_AN_OBJECT, UNSUPPORTED, ApiError, invalid
 from octavo.server.openai.protocol import ChatCompletionRequest, CompletionRequest
-from octavo.server.state import state_of
+from octavo.server.state import models_of, state_of
 
 if TYPE_CHECKING:
-    from octavo.server.state import ServerState
+    from octavo.config.server_options import ServerOptions
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -43,13 +43,25 @@ _ROUTES: dict[type[BaseModel], str] = {
 }
 
 
-def read_model(kind: type[M], value: Any, service: ServerState) -> M:
+class BodyRules(Protocol):
+    """How bodies are read: by a ``ServerState``, or for requests about no model by a ``ModelSet``."""
+
+    @property
+    def options(self) -> ServerOptions: ...
+    @property
+    def sees_images(self) -> bool: ...
+    @property
+    def max_model_len(self) -> int: ...
+    def note_unknown(self, name: str) -> None: ...
+
+
+def read_model(kind: type[M], value: Any, service: BodyRules) -> M:
     """A request's model.
 
     Unknown fields that are null or empty are left out. With ``unknown_fields: ignore`` all unknown and unsupported
     fields are, and each is logged once. They are deleted from ``value``, the parsed body.
     """
-    context = {"sees_images": service.images.are_seen}
+    context = {"sees_images": service.sees_images}
     while True:
         try:
             return kind.model_validate(value, context=context)
@@ -67,7 +79,7 @@ def read_model(kind: type[M], value: Any, service: ServerState) -> M:
             raise _error_to_report(kind, value, errors)
 
 
-def _may_be_left_out(error: ErrorDetails, service: ServerState) -> bool:
+def _may_be_left_out(error: ErrorDetails, service: BodyRules) -> bool:
     """Whether the field is unknown, or unsupported, and the options or its value allow to leave it out."""
     if error["type"] == REFUSED:  # the values of supported fields can be refused too, such as the type of a part
         return service.options.unknown_fields == "ignore" and bool(error["ctx"].get("is_field"))
@@ -148,11 +160,16 @@ _reader = WorkThread("bodies")
 async def read_request(request: Request, kind: type[M], task: str | None = None) -> M:
     """The body of a request whose model must support the ``task``; a large one is read in a thread."""
     body = await request.body()
-    if "json" not in request.headers.get("content-type", ""):
+    if "json" not in request.headers.get("content-type", "") and getattr(kind, "needs_content_type", True):
         raise ApiError(400, NOT_AN_OBJECT, code="invalid_json")
-    service = state_of(request)
-    if task is not None:
-        service.require(task)
+    models = models_of(request)
+    service: BodyRules
+    if models is not None and "service" not in request.scope["state"]:
+        service = models
+    else:
+        service = state_of(request)
+        if task is not None:
+            service.require(task)
     if len(body) < LARGE:
         return read_body(kind, body, service)
     request.state.has_large_body = True
@@ -174,12 +191,12 @@ def _then_rest(call: Callable[..., T], *args: Any) -> T:
         time.sleep(time.perf_counter() - begun)
 
 
-def _read_large(kind: type[M], body: bytes, service: ServerState) -> M:
-    _then_rest(check_size, body, max(MAX_ENTRIES, 2 * service.llm.max_model_len))
+def _read_large(kind: type[M], body: bytes, service: BodyRules) -> M:
+    _then_rest(check_size, body, max(MAX_ENTRIES, 2 * service.max_model_len))
     return _then_rest(read_body, kind, body, service)
 
 
-def read_body(kind: type[M], body: bytes, service: ServerState) -> M:
+def read_body(kind: type[M], body: bytes, service: BodyRules) -> M:
     try:
         # check_size counts UTF-8; JSON in another encoding shows it by its first bytes.
         value = json.loads(body if len(body) < LARGE else body.decode("utf-8", "surrogatepass"))

@@ -239,7 +239,7 @@ class Server(uvicorn.Server):
             )
         )
         self._options = options
-        self._acceptor: Acceptor | None = None
+        self._acceptors: list[Acceptor] = []
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -247,22 +247,24 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        [sock] = sockets or []
+        socks = sockets or []
         timeout = self._options.header_timeout
         limit, limit_by_address = connection_limits(self._options)
-        self._acceptor = Acceptor(
-            sock,
-            partial(HttpProtocol, self.config, self.server_state, self.lifespan.state, header_timeout=timeout),
-            limit=limit,
-            limit_by_address=limit_by_address,
-            tls=self.config.ssl,
-            handshake_timeout=timeout,
-        )
-        self._acceptor.start()
+        for sock in socks:  # which share the limits
+            acceptor = Acceptor(
+                sock,
+                partial(HttpProtocol, self.config, self.server_state, self.lifespan.state, header_timeout=timeout),
+                limit=max(1, limit // len(socks)),
+                limit_by_address=max(1, limit_by_address // len(socks)),
+                tls=self.config.ssl,
+                handshake_timeout=timeout,
+            )
+            self._acceptors.append(acceptor)
+            acceptor.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._acceptor is not None:
-            self._acceptor.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         await super().shutdown(sockets)
 
 
@@ -327,6 +329,8 @@ class _Progress(logging.Handler):
         # Without octavo.server.http.errors, whose imports take longer than all of this.
         if path.startswith(("/v1/messages", "/messages")):
             body: dict[str, Any] = {"type": "error", "error": {"type": "overloaded_error", "message": self._message}}
+        elif path.startswith("/api/"):
+            body = {"error": self._message}
         else:
             body = {"error": {"message": self._message, "type": "server_error", "param": None, "code": "loading"}}
         return json.dumps(body).encode(), {"content-type": "application/json"}

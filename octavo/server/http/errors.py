@@ -56,11 +56,15 @@ class ApiError(OctavoError):
         return json.dumps({"error": error}).encode()
 
     def response(self, scope: Scope) -> Response:
+        if scope["path"].startswith(OLLAMA_PATH):
+            return Response(ollama_error(self), self.status, self.headers, "application/json")
         if not scope["path"].startswith("/v1/messages"):
             return Response(self.body(), self.status, self.headers, "application/json")
         return Response(anthropic_error(self), self.status, self.headers, "application/json")
 
 
+#: The beginning of the addresses of Ollama's API.
+OLLAMA_PATH = "/api/"
 #: Status -> Anthropic's type of error; others are "api_error".
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -85,6 +89,11 @@ def anthropic_error(error: ApiError) -> bytes:
     kind = _ANTHROPIC_KINDS.get(error.status, "api_error")
     body = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id.get()}
     return json.dumps(body).encode()
+
+
+def ollama_error(error: ApiError) -> bytes:
+    """The error in the format of Ollama's API, which is its message alone."""
+    return json.dumps({"error": error.message}).encode()
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
@@ -136,7 +145,7 @@ def as_api_error(error: BaseException) -> ApiError:
         kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
         return ApiError(error.status_code, message, kind=kind, headers=error.headers)
     if isinstance(error, EngineDeadError):
-        return server_error(503, "the engine has stopped; the server will end", "engine_dead")
+        return server_error(503, "the engine has stopped; try again later", "engine_dead")
     if isinstance(error, EngineStateError):
         return server_error(503, str(error), "engine_asleep")
     if isinstance(error, TimeoutError):
@@ -179,7 +188,7 @@ _OTHER_ADDRESSES = {
     **dict.fromkeys(("/v1/audio", "/v1/images"), "this model reads and writes text only"),
     **dict.fromkeys(("/v1/files", "/v1/batches"), "batches of requests run with 'octavo batch FILE'"),
     "/v1/moderations": "there is no moderation",
-    "/api/": "Ollama's API is not served; OpenAI's is, at /v1/chat/completions, and Anthropic's, at /v1/messages",
+    OLLAMA_PATH: "of Ollama's API there are chat, generate, embed, tags, show, ps, pull, delete, copy and version",
     "/generate": "the address for text is /v1/completions",
 }
 

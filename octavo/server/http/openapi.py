@@ -40,7 +40,7 @@ _WITH_BODY = {
 }
 _BUSY = {429: "The queue is full, or the client has taken its share; Retry-After gives the seconds to wait."}
 #: Groups of routes.
-_TAGS = ("OpenAI", "Anthropic", "Cohere", "Vectors", "llama.cpp", "Tokens", "Server")
+_TAGS = ("OpenAI", "Anthropic", "Cohere", "Vectors", "llama.cpp", "Ollama", "Tokens", "Server")
 
 #: Paths of the requests that the page makes.
 _PAGE = ("/v1/chat/completions", "/v1/completions", "/v1/audio/transcriptions", "/v1/audio/translations")
@@ -143,6 +143,8 @@ def _describe(route: ApiRoute, schemas: Mapping[tuple[Any, Mode], Any]) -> dict[
     answers = {route.media_type: {"schema": schemas.get((route.answer, "serialization"), {})}}
     if route.stream:
         answers["text/event-stream"] = {"schema": {}}
+    if route.lines:
+        answers["application/x-ndjson"] = {"schema": {}}
     error = {"application/json": {"schema": schemas[_error(route), "serialization"]}}
     operation["responses"] = {
         "200": {"description": "Successful Response", "content": answers},

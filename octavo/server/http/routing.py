@@ -9,19 +9,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from octavo.server.fields import ResponseModel
 from octavo.server.http.bodies import read_request
 from octavo.server.http.errors import invalid
 from octavo.server.http.streaming import encode_in_slices
+
+if TYPE_CHECKING:
+    from octavo.server.model_set import ModelSet
 
 PACKAGE = "octavo.server"
 
@@ -56,6 +59,7 @@ class ApiRoute(Route):
         *,
         tag: str = "",
         stream: bool = False,
+        lines: bool = False,
         is_busy: bool = False,
         task: str | None = None,
         errors: Mapping[int, str] | None = None,
@@ -63,22 +67,25 @@ class ApiRoute(Route):
         form: str | None = None,
         media_type: str = "application/json",
         is_operators: bool = False,
+        of_server: bool = False,
     ) -> None:
         """``endpoint``: the function, or ``module:function``, which is imported at the first request.
 
         ``answer``, ``error`` and ``form``: types by their names in the function's module, or ``module:type``: of the
         response (by default the function's return type), of an error, and of a multipart body that the function reads.
-        ``stream``: it generates, and can answer by events. ``task``: what the model must be able to do. ``is_busy``:
-        its requests wait in the queue, as those with a task do. ``errors``: descriptions of further statuses.
-        ``is_operators``: it changes the server, so pages of other origins are refused unless allowed by name.
+        ``stream``: it generates, and can answer by events. ``lines``: it can answer by JSON lines. ``task``: what the
+        model must be able to do. ``is_busy``: its requests wait in the queue, as those with a task do. ``errors``:
+        descriptions of further statuses. ``is_operators``: it changes the server, so pages of other origins are refused
+        unless allowed by name. ``of_server``: with several models, its requests are about none of them, or about all.
         ``tag`` and ``media_type``, that of the response, are for the description.
         """
         super().__init__(path, self._respond, methods=[method], name=path)
         self.method, self._declared, self._answer = method, endpoint, answer
         self.tag, self.stream, self.task = tag, stream, "generate" if stream else task
+        self.lines = lines
         self.is_busy = is_busy or self.task is not None
         self.errors, self._error, self._form = errors or {}, error, form
-        self.media_type, self.is_operators = media_type, is_operators
+        self.media_type, self.is_operators, self.of_server = media_type, is_operators, of_server
 
     @cached_property
     def target(self) -> Endpoint:
@@ -126,6 +133,13 @@ class ApiRoute(Route):
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, child_scope = super().matches(scope)
         return match, {**child_scope, "route": self}  # for the metrics of requests
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        models: ModelSet | None = getattr(scope["app"].state, "models", None)
+        if models is None or self.of_server or scope["method"] not in (self.methods or ()):
+            await super().handle(scope, receive, send)
+        else:  # an operator's call is about an engine that runs
+            await models.answer(scope, receive, send, super().handle, loads=not self.is_operators)
 
     async def _respond(self, request: Request) -> Response:
         if "target" not in vars(self):

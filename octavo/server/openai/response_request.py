@@ -42,7 +42,7 @@ from octavo.server.openai.response_protocol import (
     ReasoningParam,
     ToolChoiceParam,
 )
-from octavo.server.state import ServerState, StoredResponse, state_of
+from octavo.server.state import ServerState, StoredResponse, responses_of, state_of
 
 ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
@@ -449,7 +449,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> ItemList:
     """The input items of a stored response and of the responses that it continues, in pages."""
-    items = state_of(request).responses.get(response_id, owner_of(request)).input_items
+    items = responses_of(request).get(response_id, owner_of(request)).input_items
     if order == "desc":
         items.reverse()
     start = 0

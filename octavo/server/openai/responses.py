@@ -49,7 +49,7 @@ from octavo.server.openai.response_request import (
     read_input,
     size_of,
 )
-from octavo.server.state import ResponseStore, ServerState, StoredResponse, state_of
+from octavo.server.state import ResponseStore, ServerState, StoredResponse, deadline_of, responses_of, state_of
 from octavo.server.tool_parsers.tool_parser import ChatEvent, ContentDelta, ReasoningDelta, ToolCallStart
 
 # The routes.
@@ -75,6 +75,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
         return await pending.respond(request, body.stream, deadline)
     run = BackgroundResponse(pending, service.responses, deadline, keeps_events=body.stream is True)
     first = await run.start()
+    run.on_end(service.hold())
     if body.stream:
         return EventStream(run.follow(), deadline + _FOLLOW_GRACE)
     return Response(first, media_type="application/json")
@@ -87,8 +88,7 @@ async def retrieve_response(
     starting_after: Annotated[int | None, Field(ge=0)] = None,
 ) -> Response:
     """A stored response as it is now; with ``stream``, the events of one that was streamed in the background."""
-    service = state_of(request)
-    stored = service.responses.get(response_id, owner_of(request))
+    stored = responses_of(request).get(response_id, owner_of(request))
     if not stream:
         if starting_after is not None:
             raise invalid_at("starting_after", "it is allowed only with stream=true")
@@ -97,12 +97,12 @@ async def retrieve_response(
         message = "only responses created with background=true and stream=true keep their events"
         raise unsupported("stream", f"is not supported: {message}")
     events = stored.run.follow(-1 if starting_after is None else starting_after)
-    return EventStream(events, service.deadline() + _FOLLOW_GRACE)
+    return EventStream(events, deadline_of(request) + _FOLLOW_GRACE)
 
 
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancels a background response; one that has ended stays as it is."""
-    responses = state_of(request).responses
+    responses = responses_of(request)
     run = responses.get(response_id, owner_of(request)).run
     if run is None:
         message = "only a response created with background=true can be cancelled; others end with the connection"
@@ -113,7 +113,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 async def delete_response(request: Request, response_id: str) -> DeletedResponse:
     """Deletes a stored response."""
-    state_of(request).responses.delete(response_id, owner_of(request))
+    responses_of(request).delete(response_id, owner_of(request))
     return DeletedResponse(id=response_id, object="response", deleted=True)
 
 
@@ -276,6 +276,11 @@ class BackgroundResponse:
             message = "the response does not fit into this server's response store (max_stored_response_bytes)"
             raise invalid_at("background", message, "too_large")
         return first
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """Calls back when the task that ``start`` has started ends."""
+        assert self._task is not None
+        self._task.add_done_callback(lambda _: call())
 
     def encode(self) -> bytes:
         """The unfinished response with its finished items, as JSON."""

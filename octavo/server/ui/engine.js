@@ -13,7 +13,7 @@ const MOST_PENDING = 400;
 const PLAYED = 12;
 
 /** Where a live engine is followed, or a recording shown; redraws when either changes. */
-function useEngine(mode) {
+function useEngine(mode, model) {
   const [, redraw] = useReducer((n) => n + 1, 0);
   const [state, setState] = useState({ live: false, why: mode === "live" ? "Connecting …" : "" });
   const [file, setFile] = useState(null);
@@ -21,12 +21,15 @@ function useEngine(mode) {
   const pending = useRef(null);
   useEffect(() => {
     if (mode !== "live") return undefined;
+    live.current = new Recording();
+    pending.current = null;
+    redraw();
     return follow((event) => {
       if (!pending.current) live.current.push(event);
       else if (pending.current.length < MOST_PENDING) pending.current.push(event);
       redraw();
-    }, setState);
-  }, [mode]);
+    }, setState, model);
+  }, [mode, model]);
   useEffect(() => {
     if (mode !== "recording") return;
     request("/engine/recording").then((answer) => answer.text()).then((text) => setFile(Recording.read(text))).catch((error) => setState({ live: false, why: error.message }));
@@ -39,8 +42,9 @@ function useEngine(mode) {
   return { recording: file ?? live.current, isFile: Boolean(file), state, setFile, hold, missed: pending.current?.length ?? 0 };
 }
 
-export function Engine({ mode }) {
-  const { recording, isFile, state, setFile, hold, missed } = useEngine(mode);
+export function Engine({ mode, models = [] }) {
+  const [model, setModel] = useState("");
+  const { recording, isFile, state, setFile, hold, missed } = useEngine(mode, model);
   const [wanted, setReplica] = useState(0);
   const [at, setAt] = useState(null);
   const [playing, setPlaying] = useState(false);
@@ -91,6 +95,10 @@ export function Engine({ mode }) {
     <${Controls} mode=${mode} state=${state} steps=${steps} index=${index} isFile=${isFile} missed=${missed} playing=${playing} hasViews=${frames.length > 0}
       onPick=${pick} onResume=${resume} onPlay=${() => setPlaying(!playing)} onSave=${save} onOpen=${open} title=${recording.title} />
     ${(problem || (!state.live && !isFile && state.why)) && html`<p class="error" role="alert">${problem || state.why}</p>`}
+    ${mode === "live" && models.some((one) => one.status) && html`<label class="model">Engine of <select value=${model} onChange=${(event) => (resume(), setModel(event.target.value))}>
+      <option value="">the model asked last</option>
+      ${models.filter((one) => one.status).map((one) => html`<option value=${one.id}>${one.id}</option>`)}
+    </select></label>`}
     <${Replicas} rows=${recording.rows} replica=${replica} onChoose=${setReplica} />
     ${frame ? html`<${View} frame=${frame} frames=${frames} steps=${steps} index=${index} latencies=${recording.latencies} onPick=${pick} />` : steps.length > 0 && html`
       <p class="quiet">The map of this step is no longer kept; later ones are.</p><section class="card"><${Strip} steps=${steps} budget=${0} at=${index} onPick=${pick} /></section>`}

@@ -29,13 +29,13 @@ function App() {
     <header class="top">
       <h1><a href="/">Octavo</a></h1>
       ${mode === "live" && html`<nav aria-label="Views">${Object.entries(VIEWS).map(([name, title]) => html`<a href=${`#${name}`} aria-current=${view === name ? "page" : undefined}>${title}</a>`)}</nav>`}
-      ${models.length > 0 && html`<span class="served">${models[0].id}</span>`}
+      ${models.length > 0 && html`<span class="served">${models[0].status ? `${models.length} models` : models[0].id}</span>`}
       <${Theme} />
     </header>
     ${lost && html`<p class="banner" role="alert">The server does not answer. This page tries again until it does.</p>`}
     <main>
       ${server.needsKey ? html`<${AskKey} why=${server.why} />` : problem && !models.length && mode === "live" && !lost ? html`<p class="error pad" role="alert">${problem}</p>` : null}
-      ${!server.needsKey && (view === "engine" || mode === "recording" ? html`<${Engine} mode=${mode} />` : html`<${Playground} models=${models} />`)}
+      ${!server.needsKey && (view === "engine" || mode === "recording" ? html`<${Engine} mode=${mode} models=${models} />` : html`<${Playground} models=${models} />`)}
     </main>`;
 }
 

@@ -33,8 +33,9 @@ export function Playground({ models }) {
   const own = ownSettings(current.kind, model, defaults);
   useEffect(() => {
     // A server that does not say them has them all the same.
-    if (models.length) getJson("/props").then((props) => setDefaults(props.default_generation_settings?.params ?? {}), () => {});
-  }, [models]);
+    if (model?.loaded === false) setDefaults({}); // asking would load it
+    else if (model) getJson(model.status ? `/props?model=${encodeURIComponent(model.id)}` : "/props").then((props) => setDefaults(props.default_generation_settings?.params ?? {}), () => {});
+  }, [model]);
 
   const change = (conversation) => setCurrent({ ...conversation, changed: Date.now() });
   const open = async (conversation) => {
@@ -162,9 +163,9 @@ function Bar({ current, kinds, models, model, onKind, onModel }) {
       ${kinds.map((kind) => html`<label><input type="radio" name="kind" checked=${current.kind === kind} onChange=${() => onKind(kind)} /> ${KINDS[kind].label}</label>`)}
     </fieldset>
     <label class="model">Model <select value=${model?.id ?? ""} onChange=${(event) => onModel(event.target.value)}>
-      ${models.map((one) => html`<option value=${one.id}>${one.parent ? `${one.id} (adapter)` : one.id}</option>`)}
+      ${models.map((one) => html`<option value=${one.id}>${one.parent ? `${one.id} (adapter)` : one.loaded === false ? `${one.id} (not loaded)` : one.id}</option>`)}
     </select></label>
-    ${model && html`<span class="quiet">${model.max_model_len.toLocaleString()} tokens</span>`}
+    ${model?.max_model_len && html`<span class="quiet">${model.max_model_len.toLocaleString()} tokens</span>`}
   </div>`;
 }
 

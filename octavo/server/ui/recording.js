@@ -108,8 +108,12 @@ export class Recording {
   }
 }
 
-/** Follows the server's engine until it is told to stop; calls back with its events, and with whether it is connected. */
-export function follow(onEvent, onState) {
+/**
+ * Follows the server's engine until it is told to stop; calls back with its events, and with whether it is connected.
+ * With several models: the engine of `model`, or of the one that was asked last.
+ */
+export function follow(onEvent, onState, model = "") {
+  const address = model ? `/engine/events?model=${encodeURIComponent(model)}` : "/engine/events";
   const abort = new AbortController();
   const quiet = 15_000;
   (async () => {
@@ -120,7 +124,7 @@ export function follow(onEvent, onState) {
       abort.signal.addEventListener("abort", stop);
       let timer = setTimeout(stop, quiet);
       try {
-        const response = await request("/engine/events", { signal: attempt.signal });
+        const response = await request(address, { signal: attempt.signal });
         onState({ live: true, why: "" });
         for await (const data of events(response)) {
           clearTimeout(timer);
