@@ -192,6 +192,8 @@ class StepResult(msgspec.Struct):
     fetched: dict[int, int] = {}
     #: (blocks, seconds) of fetches that ended since the last result, which tell what a fetched block costs.
     fetch_times: list[tuple[int, float]] = []
+    #: (KV group, digest): blocks to store for which a worker had no room.
+    not_stored: list[tuple[int, bytes]] = []
     #: The KV stores of the first worker, from time to time: by tier.
     stores: list[StoreTierStats] = []
     #: Digest of this rank's sampled tokens since the last comparison of ranks; empty between comparisons.

@@ -28,7 +28,8 @@ class StoreLimits:
     #: Written per second, until the speed of the stores is known, and at once after a pause.
     second_bytes: float = 200e6
     burst_bytes: int = 48 << 20
-    #: Share of a processor's time that writes may take while sequences run; None: those of the steps are others.
+    #: Share of a processor's time that writes of blocks that are not evicted may take while sequences run; None: steps
+    #: have other processors.
     busy_share: float | None = None
     #: Read by one fetch: one block of each KV group at least.
     fetch_bytes: int = 56 << 20
@@ -52,8 +53,9 @@ class StoredBlocks:
     A block is queued for writing when the prefix cache registers it, so the result of the step that computed it is
     known. Plans name queued blocks in that order, as fast as the stores write; evicted ones first, which the step that
     takes their place reads before. What is evicted faster than that is lost. Where steps and writes share processors,
-    writes take no more than ``StoreLimits.busy_share`` from them; the rest is written when nothing runs. Blocks read
-    from the stores are written to the device by the next plan, and cached like computed ones.
+    writes of others than evicted blocks take no more than ``StoreLimits.busy_share`` from the steps; the rest is
+    written when nothing runs. Blocks read from the stores are written to the device by the next plan, and cached like
+    computed ones.
 
     Invariant: a queued digest is in the prefix cache on the device, or will be skipped.
     """
@@ -70,8 +72,9 @@ class StoredBlocks:
         #: Bytes that the next plan may still name, those that further plans may, and when they grew last.
         self._room, self._allowance, self._grown = limits.step_bytes, float(limits.burst_bytes), 0.0
         self._second_bytes = limits.second_bytes
-        #: Bytes per second while sequences run.
+        #: Bytes per second of blocks that are not evicted, while sequences run; and how many may be named now.
         self._busy_bytes = float("inf") if limits.busy_share is None else limits.busy_share / _SECONDS_PER_BYTE
+        self._spare = float("inf")
         self._fetched: list[tuple[int, int, int]] = []
         #: Blocks named for writing, blocks evicted before, and blocks that came from the stores.
         self.num_written = self.num_lost = self.num_fetched = 0
@@ -125,6 +128,14 @@ class StoredBlocks:
         self.num_fetched += 1
         return True
 
+    def take_back(self, group: int, digest: bytes) -> None:
+        """A worker had no room for a block: it is the next to be named, while the prefix cache has it."""
+        self._known[group].discard(digest)
+        self.num_written -= 1
+        if digest not in self._queued[group] and self._groups[group].cache.on_device.find(digest) is not None:
+            self._queued[group].add(digest)
+            self._queue.appendleft((group, digest))
+
     def _take_room(self, group: int) -> None:
         num_bytes = self._groups[group].block_bytes
         self._room -= num_bytes
@@ -143,12 +154,14 @@ class StoredBlocks:
     def add_to(self, plan: StepPlan, now: float, *, is_busy: bool = False) -> None:
         """Names the blocks that the plan reads and writes for the stores; before its other moves are taken.
 
-        ``now``: in seconds; blocks named per second are limited, to fewer if sequences run.
+        ``now``: in seconds; bytes named per second are limited, to fewer while sequences run (``is_busy``).
         """
         plan.blocks_fetched, self._fetched = self._fetched, []
         named, self._evicted = self._evicted, []
         later: list[tuple[int, bytes]] = []
-        while self._queue and self._room > 0:
+        limits, seconds = self.limits, now - self._grown
+        self._spare = min(self._busy_bytes, self._spare + seconds * self._busy_bytes) if is_busy else float("inf")
+        while self._queue and self._room > 0 and self._spare > 0:
             number, digest = self._queue.popleft()
             if digest not in self._queued[number]:
                 continue
@@ -162,14 +175,11 @@ class StoredBlocks:
                 named.append((entry.block, digest))
                 self._known[number].add(digest)
                 self._take_room(number)
+                self._spare -= group.block_bytes
         self._queue.extendleft(reversed(later))
         plan.blocks_to_store = named
         self.num_written += len(named)
-        limits, rate = self.limits, self._second_bytes
-        most = float(limits.burst_bytes)
-        if is_busy:
-            rate, most = min(rate, self._busy_bytes), min(most, self._busy_bytes)
-        self._allowance = min(most, self._allowance + (now - self._grown) * rate)
+        self._allowance = min(limits.burst_bytes, self._allowance + seconds * self._second_bytes)
         self._grown = now
         self._room = min(limits.step_bytes, int(self._allowance))
 
@@ -199,6 +209,10 @@ class _RecentDigests:
         if len(self._recent) >= self._half:
             self._older, self._recent = self._recent, set()
         self._recent.add(digest)
+
+    def discard(self, digest: bytes) -> None:
+        self._recent.discard(digest)
+        self._older.discard(digest)
 
     def clear(self) -> None:
         self._recent, self._older = set(), set()

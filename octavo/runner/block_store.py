@@ -3,7 +3,7 @@
 The scheduler decides which (``StepPlan``): ``blocks_to_store`` are copied out of the KV cache as a step begins and
 written by a thread; the blocks of a ``Fetch`` are read by another thread into host memory, from where a later plan
 places them. Both threads have a low priority, and memory for blocks on their way is bounded: a fetch waits for it,
-blocks to store are dropped without it.
+blocks to store are refused without it, and the scheduler names them again.
 
 A block is stored under a key that names its content and all that decides its bits: the model's files, types, backend,
 instruction sets, rank (``namespace_facts``). The digest of the files takes seconds at the first start; until it is
@@ -242,6 +242,7 @@ class BlockStore:
         self._written = BufferPool(write_bytes, kernels.host_bytes)
         self._lock = threading.Lock()
         self._dropped = 0
+        self._refused: list[tuple[int, bytes]] = []
         #: Processor time of copies and writes.
         self._seconds = 0.0
         #: The last look at the stores that no result has reported.
@@ -291,10 +292,13 @@ class BlockStore:
             return
         weights, count = self._weights, min(len(blocks), self._written.room // size)
         buffer = self._written.take(count * size, wait=False) if count and weights is not None else None
-        if buffer is None or weights is None:
+        if weights is None:
             self._drop(len(blocks))
             return
-        self._drop(len(blocks) - count)
+        count = count if buffer is not None else 0
+        self._refused += [(group, digest) for digest in digests[count:]]
+        if buffer is None:
+            return
         rows = buffer.memory[: count * size].reshape(count, size)
         start = time.thread_time()
         try:
@@ -305,6 +309,11 @@ class BlockStore:
         self._spend(time.thread_time() - start)
         named = [(group, digest) for digest in digests[:count]]
         self._writer.submit(partial(self._write, weights, named, [row.data for row in rows], buffer, copied))
+
+    def take_refused(self) -> list[tuple[int, bytes]]:
+        """(group, digest) of the blocks that ``save`` had no room for since the last call."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def place(self, caches: list[LayerCache], group: int, blocks: list[int], places: list[tuple[int, int]]) -> None:
         """Writes fetched blocks to device blocks of a group; ``places``: (fetch id, index of its block)."""

@@ -119,7 +119,8 @@ class ModelRunner:
             self._change_rows(plan)
             step = QueuedStep(result, self._batch, self._in_flight)
             step.swap_seconds = self._cache.move(plan)
-            if plan.drop_fetches and store is not None:
+            if store is not None:
+                result.not_stored = store.take_refused()
                 store.drop(plan.drop_fetches)
             for feature in self._features:
                 plan = feature.change_plan(plan, result)

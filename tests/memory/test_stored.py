@@ -145,3 +145,14 @@ def test_while_sequences_run_writes_take_a_share_of_processor_time() -> None:
     # A byte costs an eighth of a second, and a block has one: a quarter of the time pays for two a second.
     assert [named(second, True) for second in (1.0, 1.5, 2.0, 2.5)] == [1, 1, 1, 1]
     assert [named(second, False) for second in (3.0, 3.5)][1] == 8
+
+
+def test_a_block_that_a_worker_had_no_room_for_is_named_again_first() -> None:
+    manager = make(step_bytes=2)
+    compute(manager)
+    digests = chain_of(manager).digests[1:]
+    assert manager.stored is not None
+    assert [digest for _, digest in take(manager).blocks_to_store] == digests[:2]
+    manager.stored.take_back(0, digests[1])
+    assert [digest for _, digest in take(manager).blocks_to_store] == digests[1:3]
+    assert manager.stored.num_written == 3

@@ -69,6 +69,7 @@ class Engine:
         WorkerPreparations({}, 0.0).apply(plan, result, self.store.pending)
         self.store.report(plan, result)
         self.cache.move(plan)
+        result.not_stored = self.store.take_refused()
         self.store.drop(plan.drop_fetches)
         return result
 
@@ -212,17 +213,17 @@ def test_the_tiers_complete_each_other_and_the_nearest_gets_all(make: Any) -> No
     assert disk.values.keys() == set(keys[:5])
 
 
-def test_what_does_not_fit_is_not_stored_and_counted(make: Any) -> None:
+def test_what_does_not_fit_is_not_stored_and_reported(make: Any) -> None:
     store = MemoryStore()
     store.gate.clear()
     engine = make(store, write_bytes=MIB)
     engine.step(blocks_to_store=[(1, b"one"), (2, b"two")])  # takes a buffer
-    engine.step(blocks_to_store=[(3, b"three")])
+    assert engine.step(blocks_to_store=[(3, b"three")]).not_stored == [(0, b"three")]
     assert engine.numbers(0) == [*range(BLOCKS)]
     store.gate.set()
-    engine.wait_for(lambda: [(tier.written, tier.dropped) for tier in engine.step().stores] == [(2, 1)])
-    engine.step(blocks_to_store=[(3, b"three")])
-    engine.wait_for(lambda: [(tier.written, tier.dropped) for tier in engine.step().stores] == [(3, 1)])
+    engine.wait_for(lambda: [(tier.written, tier.dropped) for tier in engine.step().stores] == [(2, 0)])
+    assert not engine.step(blocks_to_store=[(3, b"three")]).not_stored
+    engine.wait_for(lambda: [(tier.written, tier.dropped) for tier in engine.step().stores] == [(3, 0)])
 
 
 def test_a_fetch_waits_for_memory_and_takes_no_more_than_there_is(make: Any) -> None:
