@@ -62,6 +62,8 @@ _READER_NICE, _WRITER_NICE = 5, 10
 _BUSY_INTERVAL, _IDLE_INTERVAL = 1.0, 0.1
 #: Seconds after the weights are there for which fetches wait for the stores, which mostly are open after some ms.
 _OPEN_SECONDS = 1.0
+#: Seconds for which a fetch waits for the writer to come to blocks that it asks for.
+_WRITING_SECONDS = 1.0
 #: Seconds that ``close`` and ``free`` take at most: the front end kills a core that does not end within five.
 CLOSE_SECONDS = 3.0
 
@@ -242,6 +244,9 @@ class BlockStore:
         self._written = BufferPool(write_bytes, kernels.host_bytes)
         self._lock = threading.Lock()
         self._dropped = 0
+        #: (group, digest) of blocks on their way to the stores.
+        self._writing: set[tuple[int, bytes]] = set()
+        self._wrote = threading.Condition()
         self._refused: list[tuple[int, bytes]] = []
         #: Processor time of copies and writes.
         self._seconds = 0.0
@@ -308,6 +313,8 @@ class BlockStore:
             raise
         self._spend(time.thread_time() - start)
         named = [(group, digest) for digest in digests[:count]]
+        with self._wrote:
+            self._writing.update(named)
         self._writer.submit(partial(self._write, weights, named, [row.data for row in rows], buffer, copied))
 
     def take_refused(self) -> list[tuple[int, bytes]]:
@@ -423,6 +430,9 @@ class BlockStore:
     def _read(self, fetch: _Fetch) -> tuple[int, float]:
         """Reads leading blocks, as many as there are and fit: their number, and the seconds without those for room."""
         self._opened.wait(max(0.0, self._opening_until - time.monotonic()))
+        with self._wrote:
+            asked = set(fetch.blocks)
+            self._wrote.wait_for(lambda: fetch.dropped or self._writing.isdisjoint(asked), _WRITING_SECONDS)
         start = time.perf_counter()
         stores, sizes = self._stores, self._sizes
         if stores is None or self._weights is None or self._weights != self._stored_weights or fetch.dropped:
@@ -504,6 +514,9 @@ class BlockStore:
         finally:
             values.clear()
             self._written.give(buffer)
+            with self._wrote:
+                self._writing.difference_update(named)
+                self._wrote.notify_all()
             self._spend(time.thread_time() - start)
 
     def _look(self) -> None:

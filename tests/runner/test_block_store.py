@@ -226,6 +226,17 @@ def test_what_does_not_fit_is_not_stored_and_reported(make: Any) -> None:
     engine.wait_for(lambda: [(tier.written, tier.dropped) for tier in engine.step().stores] == [(3, 0)])
 
 
+def test_a_fetch_waits_for_blocks_that_are_being_written(make: Any) -> None:
+    store = MemoryStore()
+    store.gate.clear()
+    engine = make(store)
+    engine.step(blocks_to_store=[(1, b"one")])
+    engine.step(fetch=[Fetch(1, [(0, b"one")])])
+    assert not engine.store.pending[0].done()
+    store.gate.set()
+    assert engine.wait_for(lambda: engine.step(awaits_prepared=True).fetched) == {1: 1}
+
+
 def test_a_fetch_waits_for_memory_and_takes_no_more_than_there_is(make: Any) -> None:
     block = 4 * MIB  # two layers, keys and values
     spec = KVSpec("full", 1, block // 4 // 4 // BLOCK_SIZE, "float32")
