@@ -39,6 +39,8 @@ ANSWER, BLOCK_SIZE = 16, 16
 REQUESTS, PROMPT, OUTPUT = 16, 256, 128
 #: Seconds in which everything must be stored.
 STORE_SECONDS = 60.0
+#: Seconds after which an engine's stores are open.
+OPEN_SECONDS = 2.0
 
 Bits = list[tuple[int, float]]
 Rows = list[tuple[str, list[float]]]
@@ -139,6 +141,7 @@ def measure_throughput(m: Measurement) -> Rows:
             stores: dict[str, Any] = {"kv_disk": folder} if with_disk else {}
             async with AsyncLLM(**m.options, **stores) as llm:
                 await first_token(llm, "warm", m.prompt(-1, 64))
+                await asyncio.sleep(OPEN_SECONDS)
 
                 async def ask(i: int) -> None:
                     prompt = m.prompt(1000 * (number + 1) + i, PROMPT)
