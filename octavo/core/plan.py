@@ -86,7 +86,7 @@ class StepPlan(msgspec.Struct):
     #: Sequences and contexts to drop: finished, aborted, preempted.
     forget: list[int] = []
     #: (device block, digest of its content): to be written to the KV stores in the background. Their bytes are read
-    #: before any block moves, and were computed by steps whose results are known.
+    #: before any block moves, and were computed by steps whose results are known (``StepResult.not_stored``).
     blocks_to_store: list[tuple[int, bytes]] = []
     #: (device block, host block).
     blocks_to_swap_out: list[tuple[int, int]] = []

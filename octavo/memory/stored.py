@@ -129,7 +129,12 @@ class StoredBlocks:
         return True
 
     def take_back(self, group: int, digest: bytes) -> None:
-        """A worker had no room for a block: it is the next to be named, while the prefix cache has it."""
+        """A worker had no room for a block: it is the next to be named, while the prefix cache has it.
+
+        Called once for each worker without room; only the first call counts.
+        """
+        if digest not in self._known[group]:
+            return
         self._known[group].discard(digest)
         self.num_written -= 1
         if digest not in self._queued[group] and self._groups[group].cache.on_device.find(digest) is not None:
@@ -142,7 +147,7 @@ class StoredBlocks:
         self._allowance -= num_bytes
 
     def observe_writes(self, tiers: Sequence[StoreTierStats]) -> None:
-        """Adapts to the speed of the stores: what comes faster, workers drop."""
+        """Adapts to the speed of the stores: workers have no room for what comes faster."""
         seconds = sum(tier.write_seconds / tier.bytes_written for tier in tiers if tier.bytes_written)
         if seconds:
             self._second_bytes = max(_LEAST_SECOND_BYTES, 0.9 / seconds)
