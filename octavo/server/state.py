@@ -269,7 +269,7 @@ def state_of(request: Request) -> ServerState:
 
 def models_of(request: Request) -> ModelSet | None:
     """The models of a server that has several."""
-    models: ModelSet | None = getattr(request.app.state, "models", None)
+    models: ModelSet | None = request.app.state.models
     return models
 
 

@@ -88,6 +88,7 @@ async def count(request: Request, body: Body) -> dict[str, Any]:
 def answers(*bodies: bytes | dict[str, Any], content_type: str = "application/json") -> list[httpx.Response]:
     """What a route of a ``Body`` answers."""
     app = Starlette(routes=[ApiRoute("POST", "/", count)])
+    app.state.models = None
     app.state.service = SimpleNamespace(
         options=SimpleNamespace(unknown_fields="refuse"), sees_images=False, max_model_len=100
     )
