@@ -425,7 +425,8 @@ class ModelSet:
         try:
             while not self._fits(slot):
                 others = [o for o in self.slots if o.service is not None and not o.model.pinned and o is not slot]
-                idle = [other for other in others if not other.users]
+                # Requests to a sleeping model wait for a load that comes after this one.
+                idle = [other for other in others if other.is_asleep or not other.users]
                 if idle:
                     await self._give_up(idle, slot)
                     continue
@@ -457,7 +458,7 @@ class ModelSet:
 
     async def _give_up(self, idle: Sequence[Slot], slot: Slot) -> None:
         """Takes memory from one of the idle models, in their order of use: KV caches alone if they are enough."""
-        first = sorted(idle, key=lambda other: other.last_used)
+        first = sorted(idle, key=lambda other: (other.users > 0, other.last_used))
         awake = [other for other in first if not other.is_asleep and other.cache]
         if self._has_place(slot) and sum(other.cache for other in awake) >= self._excess(slot):
             with contextlib.suppress(OctavoError):

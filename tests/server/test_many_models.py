@@ -161,6 +161,25 @@ async def test_a_cache_is_given_up_before_weights_if_that_is_enough() -> None:
 
 
 @on_a_loop
+async def test_a_sleeping_model_that_is_asked_for_makes_room_for_one_that_was_asked_for_before() -> None:
+    fakes = Fakes({"a": 6, "b": 4, "c": 9}, 10)
+    fakes.caches = {"a": 3, "b": 2}
+    for name in "cab":
+        await fakes.ask(name)
+    fakes.set.memory = 9
+    await fakes.set._sleep(fakes.slot["a"])
+    user, end = fakes.begin("b")
+    await turns()
+    first, second = asyncio.ensure_future(fakes.ask("c")), asyncio.ensure_future(fakes.ask("a"))
+    await turns()
+    assert fakes.slot["a"].users and fakes.slot["a"].load is not None
+    end.set()
+    async with asyncio.timeout(5):
+        await asyncio.gather(user, first, second)
+    assert fakes.started == ["c", "a", "b", "c", "a"]
+
+
+@on_a_loop
 async def test_a_limit_on_their_number() -> None:
     fakes = Fakes({"a": 1, "b": 1, "c": 1}, 100, max_loaded=1)
     for name in "abc":
@@ -339,6 +358,7 @@ async def test_a_shutdown_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_random_requests_are_all_answered_within_the_memory(seed: int) -> None:
     """``Fakes.start`` checks the memory; a model in use must not be shut down."""
     fakes = Fakes({"a": 4, "b": 3, "c": 2, "d": 5, "e": 1}, 8)
+    fakes.caches = {"a": 1, "b": 1, "c": 1, "d": 2} if seed else {}
     randoms, answered = random.Random(seed), Counter[str]()
 
     async def client() -> None:
@@ -348,6 +368,7 @@ async def test_random_requests_are_all_answered_within_the_memory(seed: int) -> 
                 for _ in range(randoms.randrange(4)):
                     fakes.now += 1
                     await asyncio.sleep(0)
+                assert service.calls.count("sleep 1") == service.calls.count("wake up")  # type: ignore[attr-defined]
                 assert not service.is_shut_down  # type: ignore[attr-defined]
             answered[name] += 1
 
