@@ -55,6 +55,8 @@ class EngineConfig(
                     f"graph_capture has {max(sizes)}, but no batch has more than max_num_seqs ({self.max_num_seqs}) "
                     "sequences"
                 )
+        if self.moves_decodes and not self.has_stores:
+            raise ValueError("replica_roles with prefill needs kv_disk or kv_store, where prompts go from there")
         budget, longest = self.max_num_batched_tokens, self.max_model_len
         if not self.enable_chunked_prefill and longest is not None and budget is not None and budget < longest:
             raise ValueError(

@@ -75,6 +75,13 @@ def _numbers(value: Any) -> Any:
     return [int(part) for part in value.split(",")] if isinstance(value, str) else value
 
 
+def _separated(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
+#: Of a replica: it computes long prompts, the answers to them, or any request.
+ReplicaRole = Literal["prefill", "decode", "both"]
+
 #: Minimum timeout of the first step, in seconds: on a GPU it compiles kernels.
 FIRST_STEP_TIMEOUT = 900.0
 
@@ -413,6 +420,11 @@ class ParallelOptions(OptionPart):
         description="Choice of a replica for a request. prefix: the one that probably caches its prefix, unless it has "
         "many more tokens to compute. least_loaded: the one with the fewest tokens to compute. round_robin: the next.",
     )
+    replica_roles: Annotated[list[ReplicaRole] | None, BeforeValidator(_separated)] = Field(
+        None,
+        description="What each replica is for, such as [prefill, decode]. One for prefill computes a long prompt; when "
+        "its blocks are in kv_disk or kv_store, it moves to one for decode, which fetches them. Default: both.",
+    )
     engine_restarts: int = Field(
         3, ge=0, le=1_000_000,
         description="Maximum restarts of each replica's engine core within ten minutes after it died or hung; its "
@@ -451,6 +463,25 @@ class ParallelOptions(OptionPart):
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def moves_decodes(self) -> bool:
+        """Whether requests move to another replica when their prompts are computed and stored."""
+        return self.replica_roles is not None and "prefill" in self.replica_roles
+
+    @model_validator(mode="after")
+    def _each_replica_has_a_role(self) -> Self:
+        roles = self.replica_roles
+        if roles is None:
+            return self
+        if len(roles) != self.data_parallel_size:
+            raise ValueError(
+                f"replica_roles ({', '.join(roles)}) must name {self.data_parallel_size} roles, one for each replica "
+                "of data_parallel_size"
+            )
+        if set(roles) == {"prefill"}:
+            raise ValueError("replica_roles needs at least one replica for decode or both, not prefill alone")
+        return self
 
     @model_validator(mode="after")
     def _partition_has_all_stages(self) -> Self:

@@ -194,6 +194,8 @@ class StepResult(msgspec.Struct):
     fetch_times: list[tuple[int, float]] = []
     #: (KV group, digest): blocks to store for which a worker had no room.
     not_stored: list[tuple[int, bytes]] = []
+    #: (KV group, digest): blocks that the first worker has written, or could not write; with ``replica_roles`` alone.
+    written: list[tuple[int, bytes]] = []
     #: The KV stores of the first worker, from time to time: by tier.
     stores: list[StoreTierStats] = []
     #: Digest of this rank's sampled tokens since the last comparison of ranks; empty between comparisons.
@@ -251,6 +253,8 @@ class EngineCoreOutputs(msgspec.Struct):
     drafts: list[DraftStats] = []
     groups: list[GroupOutput] = []
     beams: list[BeamUpdate] = []
+    #: Running groups whose prompts' blocks are in the KV stores since this step; with ``replica_roles`` alone.
+    stored: list[int] = []
 
     def each_sequence(self) -> Iterator[SequenceOutput]:
         """The outputs of all sequences."""
@@ -269,4 +273,4 @@ class EngineCoreOutputs(msgspec.Struct):
             yield EngineCoreOutputs([], self.group_ids[part], self.indexes[part], self.token_ids[part])
         for start in range(0, len(self.sequences), size):
             yield EngineCoreOutputs(sequences=self.sequences[start : start + size])
-        yield EngineCoreOutputs(groups=self.groups)
+        yield EngineCoreOutputs(groups=self.groups, stored=self.stored)

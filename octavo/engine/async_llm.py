@@ -468,6 +468,11 @@ class AsyncLLM(EngineOperations):
         """Requests that continued at another core, or at a restarted one."""
         return self._replicas.requests.num_resumed if self._loaded else 0
 
+    @property
+    def num_moved(self) -> int:
+        """Requests that moved to another core to decode, with ``replica_roles``."""
+        return self._replicas.requests.num_moved if self._loaded else 0
+
     async def engine_views(self, *, fresh: bool = False) -> list[EngineView]:
         """The blocks, queues and new steps (``fresh``: all recorded ones) of each living replica. For one watcher."""
         await self.ready()

@@ -642,6 +642,8 @@ def block_settings(options: EngineConfig) -> dict[str, Any]:
 def _store_limits(options: EngineConfig) -> StoreLimits | None:
     if not options.has_stores:
         return None
+    if options.moves_decodes:  # requests wait to be moved until their blocks are written
+        return StoreLimits(reports_written=True)
     if resolve_device(options.device) != "cpu":
         return StoreLimits()
     return StoreLimits(busy_share=_WRITE_SHARE * (options.num_threads or len(os.sched_getaffinity(0))))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import msgspec
 
 from octavo.config.engine_config import EngineConfig
+from octavo.config.options import ReplicaRole
 from octavo.core.errors import (
     ConfigError,
     EngineDeadError,
@@ -55,6 +56,8 @@ MAX_BLOCKS = 1 << 20
 #: Most blocks of a prompt that the router looks up, so that long prompts do not block the event loop.
 _LONGEST_PREFIX = 2048
 _EXPECTED_TOKENS = 256
+#: Tokens of a prompt that are computed among decodes: with so few, moving a request costs more than it saves.
+_SHORT_PROMPT = 256
 #: Most keys of conversations whose replica is remembered.
 _MAX_KEYS = 1 << 16
 #: Seconds between two checks of a replica that is being drained.
@@ -76,7 +79,7 @@ class Replicas(ABC, Generic[C]):
 
     def __init__(self, cores: Sequence[C], config: EngineConfig) -> None:
         self.all = [Replica(i, core, RestartLimit(config.engine_restarts)) for i, core in enumerate(cores)]
-        self.requests = Placement(self.all, router_of(config))
+        self.requests = Placement(self.all, router_of(config), config.replica_roles)
         #: Set while a core takes requests, and when all are lost for good.
         self._available = asyncio.Event()
         self._available.set()
@@ -114,6 +117,9 @@ class Replicas(ABC, Generic[C]):
         core = replica.core
         core.connect(partial(self._receive, replica), lambda error: self.lose(replica, core, error))
 
+    async def _send_on(self, replica: Replica[C], group_ids: list[int]) -> None:
+        """Moves requests to other cores, where the kind of cores can do that."""
+
     def send_all(self, message: ToCore) -> None:
         for replica in self.all:
             replica.core.send(message)
@@ -131,6 +137,8 @@ class Replicas(ABC, Generic[C]):
         self.requests.observe_admissions(replica, step.outputs.admissions)
         if (stores := step.stats.stores) is not None and stores.fetch_share is not None:
             self.requests.router.observe_fetches(replica.number, stores.fetch_share)
+        if step.outputs.stored and (moved := self.requests.note_stored(replica, step.outputs.stored)):
+            self._run(self._send_on(replica, moved))
         if step.stats.replica != replica.number:  # it was in reserve
             step.stats = msgspec.structs.replace(step.stats, replica=replica.number)
         await self.on_step(step)
@@ -278,6 +286,13 @@ class ProcessReplicas(Replicas["CoreClient"]):
         if replica.status == "drained" and not replica.is_restarting:
             self.open_replica(replica)
 
+    async def _send_on(self, replica: Replica[CoreClient], group_ids: list[int]) -> None:
+        try:
+            await replica.core.hand_over(group_ids)
+        except EngineDeadError:  # ``lose`` has moved its requests
+            return
+        self.requests.send_on([entry for i in group_ids if (entry := replica.open.get(i)) is not None])
+
     async def _move(self, replica: Replica[CoreClient], next_digest: str | None = None) -> int:
         """Moves the requests of a replica to others that can continue them; returns their number.
 
@@ -417,6 +432,9 @@ class OpenRequest:
     digest: str | None = None
     was_sent: bool = False
     is_fixed: bool = False
+    #: Its prompt is in the KV stores; and it is on its way from the replica that computed it to one that decodes.
+    is_stored: bool = False
+    is_moving: bool = False
 
     @property
     def group_id(self) -> int:
@@ -470,16 +488,21 @@ class Replica(Generic[C]):
 class Placement:
     """Owns the open requests: each is at one replica, or waits for one. For one event loop."""
 
-    def __init__(self, replicas: Sequence[Replica[Any]], router: Router) -> None:
+    def __init__(
+        self, replicas: Sequence[Replica[Any]], router: Router, roles: Sequence[ReplicaRole] | None = None
+    ) -> None:
         self.router = router
         self._replicas = replicas
+        self._roles = roles
         self._open: dict[int, OpenRequest] = {}
         self._waiting: dict[int, OpenRequest] = {}
         self._blame = Blame()
         #: Called with a request that has failed, and why.
         self.on_failed: Callable[[RequestState, SequenceFailure], None] = lambda request, failure: None
-        #: Requests that continued at another core.
+        #: Requests that continued at another core; without those that were moved there to decode.
         self.num_resumed = 0
+        #: Those.
+        self.num_moved = 0
 
     def add(self, request: RequestState, number: int | None = None) -> None:
         """Sends a request to replica ``number``, or to the one that the router chooses (``CoreClient.send``)."""
@@ -507,14 +530,47 @@ class Placement:
         group = entry.request.group
         hints = group.options.cache_hints
         key = (group.options.client, hints.key) if hints is not None and hints.key else None
-        chosen = self.router.choose(
-            group.prompt_token_ids, entry.work, group.cache_context, usable if number is None else [number], key
-        )
+        among = self._by_role(entry, usable) if number is None else [number]
+        chosen = self.router.choose(group.prompt_token_ids, entry.work, group.cache_context, among, key)
         entry.replica = replica = self._replicas[chosen]
         replica.open[entry.group_id] = entry
-        self.num_resumed += entry.was_sent
-        entry.was_sent = True
+        if entry.is_moving:
+            self.num_moved += 1
+        else:
+            self.num_resumed += entry.was_sent
+        entry.was_sent, entry.is_moving = True, False
         replica.core.send(Add(entry.request.resume(self._blame.alone(entry.request))))
+
+    def _by_role(self, entry: OpenRequest, usable: list[int]) -> list[int]:
+        """Of the usable replicas those whose role suits the request; all if there is none.
+
+        A prompt that takes no more than ``_SHORT_PROMPT`` tokens to compute is computed where its answer is decoded.
+        """
+        if self._roles is None:
+            return usable
+        decoding = [i for i in usable if self._roles[i] != "prefill"]
+        computing = [i for i in usable if self._roles[i] != "decode"]
+        group = entry.request.group
+        if entry.is_stored or not decoding:
+            return decoding or usable
+        missing = self.router.num_uncached(group.prompt_token_ids, group.cache_context, decoding)
+        return decoding if missing <= _SHORT_PROMPT else computing or usable
+
+    def note_stored(self, replica: Replica[Any], group_ids: list[int]) -> list[int]:
+        """Notes that the prompts of these groups are in the KV stores; those that should move to another replica."""
+        entries = [entry for group_id in group_ids if (entry := replica.open.get(group_id)) is not None]
+        for entry in entries:
+            entry.is_stored = True
+        if self._roles is None or self._roles[replica.number] != "prefill":
+            return []
+        moving = [entry for entry in entries if not entry.is_fixed and self._can_decode(entry)]
+        for entry in moving:
+            entry.is_moving = True
+        return [entry.group_id for entry in moving]
+
+    def _can_decode(self, entry: OpenRequest) -> bool:
+        assert self._roles is not None
+        return any(role != "prefill" and _may_take(self._replicas[i], entry) for i, role in enumerate(self._roles))
 
     def _fail(self, entry: OpenRequest, failure: SequenceFailure) -> None:
         self.forget(entry.group_id)
@@ -641,9 +697,7 @@ class Router:
         """
         usable = range(len(self._replicas)) if among is None else among
         if self._routing == "prefix":
-            chain = PrefixChain(context, self._block_size)
-            chain.extend(prompt, min(len(prompt) // self._block_size, _LONGEST_PREFIX))
-            digests = chain.digests[1:]
+            digests = self._digests(prompt, context)
             cached = {i: self._replicas[i].cached(digests) for i in usable}
             stored = max(cached.values())
             saved = {i: n + (stored - n) * (1 - self._replicas[i].fetch_share) for i, n in cached.items()}
@@ -665,6 +719,19 @@ class Router:
         self._next = (chosen + 1) % len(self._replicas)
         self._replicas[chosen].outstanding += work
         return chosen
+
+    def num_uncached(self, prompt: list[int], context: str | bytes, among: Sequence[int]) -> int:
+        """Tokens of a prompt that the replica with the longest cached prefix of it would compute, at least one."""
+        cached = 0
+        if self._routing == "prefix":
+            digests = self._digests(prompt, context)
+            cached = self._block_size * max(self._replicas[i].cached(digests) for i in among)
+        return max(1, len(prompt) - cached)
+
+    def _digests(self, prompt: list[int], context: str | bytes) -> list[bytes]:
+        chain = PrefixChain(context, self._block_size)
+        chain.extend(prompt, min(len(prompt) // self._block_size, _LONGEST_PREFIX))
+        return chain.digests[1:]
 
     def release(self, replica: int, work: int) -> None:
         self._replicas[replica].outstanding -= work

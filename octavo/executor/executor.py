@@ -176,6 +176,7 @@ class WorkerReports:
                 self._fetches.setdefault(fetch_id, {})[reporter] = count, seconds
             if report is not result:
                 result.stores += report.stores  # of the first worker alone
+                result.written += report.written
                 result.not_stored += report.not_stored
         result.fetched, result.fetch_times = {}, []
         for fetch_id in [i for i, those in self._fetches.items() if len(those) == self._world_size]:
@@ -188,6 +189,8 @@ class WorkerReports:
 
 def reports_of(result: StepResult) -> StepResult | None:
     """The fields of a result that every worker reports; None if all are empty."""
-    names = ("prepared", "prepare_errors", "fetched", "fetch_times", "not_stored", "stores", "sampled_digest")
+    preparations = ("prepared", "prepare_errors")
+    of_stores = ("fetched", "fetch_times", "written", "not_stored", "stores")
+    names = (*preparations, *of_stores, "sampled_digest")
     fields = {name: value for name in names if (value := getattr(result, name))}
     return StepResult(result.step, **fields) if fields else None

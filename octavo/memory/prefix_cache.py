@@ -205,6 +205,11 @@ class SequencePrefixes:
             registration = self._registrations[seq_id] = _Registration(chain, 0)
         return registration
 
+    def registered(self, seq_id: int) -> list[bytes]:
+        """The digests of the full blocks that ``register`` has added or found."""
+        registration = self._registrations.get(seq_id)
+        return [] if registration is None else registration.chain.digests[1 : registration.count + 1]
+
     def num_registered(self, seq_id: int) -> int:
         registration = self._registrations.get(seq_id)
         return registration.count if registration is not None else 0

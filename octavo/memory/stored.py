@@ -41,6 +41,8 @@ class StoreLimits:
     pause: float = 30.0
     #: Digests of stored blocks to remember.
     max_known: int = 1 << 17
+    #: Whether results name the blocks that were written (``StepResult.written``).
+    reports_written: bool = False
 
 
 #: Processor seconds to copy and write a byte, until they are known.
@@ -76,6 +78,8 @@ class StoredBlocks:
         self._busy_bytes = float("inf") if limits.busy_share is None else limits.busy_share / _SECONDS_PER_BYTE
         self._spare = float("inf")
         self._fetched: list[tuple[int, int, int]] = []
+        #: (KV group, digest) of blocks that plans have named and no result has reported, with ``reports_written``.
+        self._unwritten: set[tuple[int, bytes]] = set()
         #: Blocks named for writing, blocks evicted before, and blocks that came from the stores.
         self.num_written = self.num_lost = self.num_fetched = 0
         for group in groups:
@@ -95,6 +99,13 @@ class StoredBlocks:
             self._queued[group].add(digest)
             self._queue.append((group, digest))
 
+    def is_under_way(self, group: int, digest: bytes) -> bool:
+        """Whether the block is queued, or with a worker that has not written it yet."""
+        return digest in self._queued[group] or (group, digest) in self._unwritten
+
+    def observe_written(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        self._unwritten.difference_update(blocks)
+
     def evict(self, group: int, entry: KnownBlock) -> None:
         """Called when the prefix cache gives away a device block: the next plan writes its content if it is queued."""
         if entry.digest not in self._queued[group]:
@@ -105,7 +116,7 @@ class StoredBlocks:
             return
         self._take_room(group)
         self._evicted.append((entry.block, entry.digest))
-        self._known[group].add(entry.digest)
+        self._note_named(group, entry.digest)
 
     def place(self, group: int, chain: PrefixChain, index: int, token_ids: list[int], source: tuple[int, int]) -> bool:
         """Caches block ``index`` of a chain in a device block that the next plan writes.
@@ -136,10 +147,16 @@ class StoredBlocks:
         if digest not in self._known[group]:
             return
         self._known[group].discard(digest)
+        self._unwritten.discard((group, digest))
         self.num_written -= 1
         if digest not in self._queued[group] and self._groups[group].cache.on_device.find(digest) is not None:
             self._queued[group].add(digest)
             self._queue.appendleft((group, digest))
+
+    def _note_named(self, group: int, digest: bytes) -> None:
+        self._known[group].add(digest)
+        if self.limits.reports_written:
+            self._unwritten.add((group, digest))
 
     def _take_room(self, group: int) -> None:
         num_bytes = self._groups[group].block_bytes
@@ -178,7 +195,7 @@ class StoredBlocks:
             self._queued[number].remove(digest)
             if entry is not None:
                 named.append((entry.block, digest))
-                self._known[number].add(digest)
+                self._note_named(number, digest)
                 self._take_room(number)
                 self._spare -= group.block_bytes
         self._queue.extendleft(reversed(later))
@@ -194,6 +211,7 @@ class StoredBlocks:
         What earlier plans have named counts as unknown, as their steps may have failed.
         """
         self._queue.clear()
+        self._unwritten.clear()
         for queued, known in zip(self._queued, self._known, strict=True):
             queued.clear()
             known.clear()

@@ -224,6 +224,7 @@ class BlockStore:
         open_stores: Callable[[bytes | None], Stores | None],
         *,
         reports_stores: bool = True,
+        reports_written: bool = False,
         fetch_bytes: int = FETCH_BYTES,
         write_bytes: int = WRITE_BYTES,
     ) -> None:
@@ -234,6 +235,7 @@ class BlockStore:
             open_stores: opens the stores for the weights as they are now, which may take long; None: their namespace is
                 still the one of the argument.
             reports_stores: whether results have the statistics of the stores, as those of the first worker do.
+            reports_written: whether they name the blocks that were written.
         """
         self._sizes, self._kernels = list(block_bytes), kernels
         self._open_stores, self._reports_stores = open_stores, reports_stores
@@ -248,6 +250,8 @@ class BlockStore:
         self._writing: set[tuple[int, bytes]] = set()
         self._wrote = threading.Condition()
         self._refused: list[tuple[int, bytes]] = []
+        #: None: not reported.
+        self._written_blocks: deque[tuple[int, bytes]] | None = deque() if reports_written else None
         #: Processor time of copies and writes.
         self._seconds = 0.0
         #: The last look at the stores that no result has reported.
@@ -279,7 +283,9 @@ class BlockStore:
         return [self._fetches[fetch_id].done for fetch_id in self._open]
 
     def report(self, plan: StepPlan, result: StepResult) -> None:
-        """Reports fetches that have ended and that the plan does not drop, and what the stores hold."""
+        """Reports fetches that have ended and that the plan does not drop, and what the stores wrote and hold."""
+        while self._written_blocks:
+            result.written.append(self._written_blocks.popleft())
         if self._open:
             for fetch_id in [i for i in self._open if self._fetches[i].done.done() and i not in plan.drop_fetches]:
                 self._open.remove(fetch_id)
@@ -299,6 +305,8 @@ class BlockStore:
         buffer = self._written.take(count * size, wait=False) if count and weights is not None else None
         if weights is None:
             self._drop(len(blocks))
+            if self._written_blocks is not None:
+                self._written_blocks += [(group, digest) for digest in digests]
             return
         count = count if buffer is not None else 0
         self._refused += [(group, digest) for digest in digests[count:]]
@@ -517,6 +525,8 @@ class BlockStore:
             with self._wrote:
                 self._writing.difference_update(named)
                 self._wrote.notify_all()
+            if self._written_blocks is not None:
+                self._written_blocks += named
             self._spend(time.thread_time() - start)
 
     def _look(self) -> None:
@@ -557,7 +567,13 @@ def make_block_store(loaded: LoadedModel) -> BlockStore:
         return Stores(name, open_stores(loaded.options, name, about))
 
     is_first = loaded.ranks.layout.rank == 0
-    return BlockStore(loaded.layers.stored_bytes(), loaded.kernels, open_for_weights, reports_stores=is_first)
+    return BlockStore(
+        loaded.layers.stored_bytes(),
+        loaded.kernels,
+        open_for_weights,
+        reports_stores=is_first,
+        reports_written=is_first and loaded.options.moves_decodes,
+    )
 
 
 def namespace_facts(loaded: LoadedModel) -> dict[str, Any]:

@@ -284,6 +284,7 @@ class Fetches:
             if reported is not None:
                 prefix, fetch = reported
                 fetch.num_found, prefix.since = num_found, now
+        self._stored.observe_written(result.written)
         for group, digest in reversed(result.not_stored):
             self._stored.take_back(group, digest)
         for num_blocks, seconds in result.fetch_times:

@@ -118,6 +118,8 @@ class SequenceGroup:
     #: them now (``Fetches``).
     looked_up: bool = False
     is_held: bool = False
+    #: Whether ``StoredPrompts`` knows that its prompt is computed.
+    prompt_noted: bool = False
     #: Digests of its blocks from the first look-up until it runs.
     chain: PrefixChain | None = None
     #: The policy's own.

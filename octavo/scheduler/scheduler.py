@@ -21,6 +21,7 @@ from octavo.scheduler.running import Drafting, MoveCost, Preemption, Running
 from octavo.scheduler.state import SchedulingState
 from octavo.scheduler.step import Step, advance, make_plan
 from octavo.scheduler.step_results import Results
+from octavo.scheduler.stored_prompts import StoredPrompts
 from octavo.speculation.speculator import Speculator
 
 
@@ -103,6 +104,11 @@ class Scheduler:
         self._displacement = Displacement(options, self.queues, self._admission, self._preemption)
         self._running = Running(options, self.queues, self._preemption, num_stages)
         self._results = Results(self.queues, self.max_model_len, self._drafting, self.concurrency)
+        #: None without ``replica_roles``.
+        self._stored_prompts: StoredPrompts | None = None
+        stored = self.blocks.stored
+        if stored is not None and stored.limits.reports_written:
+            self._stored_prompts = StoredPrompts(stored, self.blocks.prefixes, len(self.blocks.groups))
         self._displaces = options.priority_preemption or self.queues.policy.preemptive
 
     def schedule(self) -> StepPlan:
@@ -251,6 +257,9 @@ class Scheduler:
             self._fail(group, failure)
         if self.fetches is not None:
             self.fetches.update(plan, result, now)
+        if self._stored_prompts is not None:
+            self._stored_prompts.observe_filled(step)
+            outputs.stored = self._stored_prompts.take()
         for group, message in self.queues.take_policy_failures():
             self._fail(group, SequenceFailure(message))
         outputs.groups += self._pop_pending_outputs()

@@ -77,6 +77,7 @@ class Metrics:
         self.adapter_states: Callable[[], Iterable[tuple[str, str]]] = tuple
         self.replica_states: Callable[[], Iterable[ReplicaState]] = tuple
         self.num_resumed: Callable[[], int] = int
+        self.num_moved: Callable[[], int] = int
         #: Statistics of grammars, shown by every ``render``.
         self.grammars = GrammarStats()
 
@@ -165,6 +166,9 @@ class Metrics:
         self._resumed = Total(
             counter("requests_resumed", "Times that a request went on at another engine core than before.")()
         )
+        self._moved = Total(
+            counter("requests_moved", "Requests that moved to another engine core to decode (replica_roles).")()
+        )
         self._replica(0)
 
     def render(self) -> tuple[bytes, str]:
@@ -185,13 +189,14 @@ class Metrics:
             total = self._restarts.setdefault(replica.number, Total(self._starts(str(replica.number))))
             total.set_total(replica.num_restarts)
         self._resumed.set_total(self.num_resumed())
+        self._moved.set_total(self.num_moved())
 
     def end_engine(self) -> None:
         """Shows that the engine was unloaded: nothing runs, and there is no block."""
         for number, replica in self._replicas.items():
             replica.show(SchedulerState())
             self._up(str(number)).set(0)
-        self.adapter_states, self.replica_states, self.num_resumed = tuple, tuple, int
+        self.adapter_states, self.replica_states, self.num_resumed, self.num_moved = tuple, tuple, int, int
 
     def log(self, stats: StepStats) -> None:
         replica = self._replica(stats.replica)

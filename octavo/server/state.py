@@ -231,6 +231,7 @@ def make_service(
     llm.inputs.sandbox.seconds_per_minute = options.sandbox_seconds_per_client
     metrics.adapter_states = llm.adapter_requests
     metrics.replica_states, metrics.num_resumed = llm.replica_states, lambda: llm.num_resumed
+    metrics.num_moved = lambda: llm.num_moved
     metrics.grammars = llm.inputs.grammars.stats
     if llm.config.max_logprobs is None:
         llm.inputs.max_logprobs = DEFAULT_MAX_LOGPROBS

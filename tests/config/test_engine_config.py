@@ -81,6 +81,20 @@ def test_an_option_without_effect_is_named_with_what_decides_instead(
     ]
 
 
+@pytest.mark.parametrize(
+    ("roles", "options", "problem"),
+    [
+        ("prefill", {"data_parallel_size": 2}, "must name 2 roles"),
+        ("prefill,prefill", {"data_parallel_size": 2}, "at least one replica for decode or both"),
+        ("prefill,decode", {"data_parallel_size": 2, "kv_disk": None}, "needs kv_disk or kv_store"),
+        ("prefill,other", {"data_parallel_size": 2}, "'other'"),
+    ],
+)
+def test_roles_of_replicas_that_cannot_be(roles: str, options: Options, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        make_config(**{"model": "m", "kv_disk": "a", "replica_roles": roles} | options)
+
+
 @pytest.mark.parametrize(("option", "other"), REFUSED, ids=name_of)
 def test_what_would_change_memory_or_weights_is_refused(option: Options, other: Options) -> None:
     ((name, value),) = option.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from octavo import LLM, AsyncLLM, SamplingParams
 from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError
 from octavo.core.stats import StoreStats
+from tests.small_llama import save_distinct_llama
 from tests.whole_outputs import everything
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
@@ -171,3 +173,46 @@ def test_sleep_ends_what_waits_and_the_prompt_is_found_afterwards(tiny_model: Pa
 def test_no_prefix_cache_no_store(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kv_disk"):
         LLM(str(tiny_model), kv_disk=str(tmp_path), enable_prefix_caching=False, **OPTIONS)
+
+
+def test_one_replica_computes_a_prompt_and_another_decodes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.engine.replicas._SHORT_PROMPT", 64)
+    model = save_distinct_llama(tmp_path / "model", max_position_embeddings=4096)
+    options: dict[str, Any] = OPTIONS | {
+        "max_model_len": 4096,
+        "num_gpu_blocks_override": 1024,
+        "skip_tokenizer_init": True,
+    }
+    options |= {"num_threads": 1}
+    prompts = {str(i): [3 + (i + 5 * place) % 250 for place in range(90)] for i in range(3)} | {"short": [5, 6, 7]}
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=900, ignore_eos=True, logprobs=2)
+    alone = LLM(str(model), **options).generate([*prompts.values()], params, use_tqdm=False)
+    expected = dict(zip(prompts, map(everything, alone), strict=True))
+    roles: dict[str, Any] = {
+        "data_parallel_size": 2,
+        "replica_roles": ["prefill", "decode"],
+        "kv_disk": str(tmp_path / "kv"),
+    }
+
+    async def ask(engine: AsyncLLM, name: str) -> Any:
+        async for output in engine.generate(name, prompts[name], params, streaming=False):
+            last = output
+        return everything(last)
+
+    async def run() -> None:
+        engine = await AsyncLLM.start(make_config(model=str(model), **options, **roles))
+        try:
+            answers = dict(zip(prompts, await asyncio.gather(*map(partial(ask, engine), prompts)), strict=True))
+            assert answers == expected
+            assert engine.num_moved == 3, "the short one begins where it is decoded"
+            assert engine.num_resumed == 0
+            computing, decoding = await engine.replica_stats()
+            assert decoding.stores is not None and decoding.stores.fetched_tokens >= 80
+            assert decoding.decode_tokens > computing.decode_tokens
+            # A prompt that the decoding replica has is not computed elsewhere.
+            assert await ask(engine, "1") == expected["1"]
+            assert engine.num_moved == 3
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(run())
