@@ -3,12 +3,14 @@
 The models are the built-in ones in several precisions. First each answers each of its requests alone, on a server of
 its own start. Then clients ask at random, and every answer is compared: text, tokens and log probabilities of
 generations, numbers of vectors, words of speech. The memory of all engines is read ten times a second and compared with
-the bound, and each model's with what ``octavo`` reserved for it (a KV cache counts as far as it was used).
+the bound. ``--filled`` compares each model's memory, with its cache in use, with what was reserved for it. ``--kill``
+kills the process of an engine every so many seconds meanwhile.
 
 With ``--swaps`` text models are asked in turn, so that each request needs a swap; with ``--llama-server PROGRAM`` the
 same files behind llama.cpp's router, in turns.
 
     python scripts/research/measure_many_models.py --seconds 300 --clients 8
+    python scripts/research/measure_many_models.py --seconds 120 --kill 5 --models smollm2 gemma3-file minilm
     python scripts/research/measure_many_models.py --seconds 0 --swaps 30 --llama-server llama-server
 """
 
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import signal
@@ -69,7 +70,7 @@ def options_of(name: str) -> EngineConfig:
     source, options = MODELS[name]
     if source in ("smollm2-135m", "gemma3-270m"):
         options = {"kv_cache_memory_bytes": CACHE, "max_model_len": 2048, **options}
-    return EngineConfig(model=source, **options)
+    return EngineConfig(model=source, engine_restarts=1000, **options)
 
 
 def tone(frequency: int) -> bytes:
@@ -171,16 +172,34 @@ class MemoryWatch(threading.Thread):
             self.peak, self.samples = max(self.peak, total), self.samples + 1
 
 
-def random_clients(folder: Path, seconds: float, clients: int, memory: int) -> None:
+class Killer(threading.Thread):
+    """Kills the process of one of a server's engines every so many seconds."""
+
+    def __init__(self, pid: int, seconds: float) -> None:
+        super().__init__(daemon=True)
+        self.server, self.seconds, self.killed = psutil.Process(pid), seconds, 0
+        self.random, self.ended = random.Random(0), threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(self.seconds):
+            engines = [each for each in self.server.children() if "octavo.engine.core_process" in each.cmdline()]
+            if engines:
+                self.random.choice(engines).kill()
+                self.killed += 1
+
+
+def random_clients(
+    folder: Path, models: list[str], seconds: float, clients: int, memory: int, kill: float | None
+) -> None:
     port = free_port()
-    words = serve(folder, list(MODELS), port, "--memory", str(memory))
+    words = serve(folder, models, port, "--memory", str(memory))
     base = f"http://127.0.0.1:{port}"
     alone: dict[tuple[str, int], Any] = {}
     with running(words, port, folder / "alone.log"), httpx.Client(base_url=base, timeout=300) as client:
-        for name in MODELS:
+        for name in models:
             for number in range(len(PROMPTS)):
                 alone[name, number] = ask(client, name, number)
-    print(f"{len(alone)} answers of {len(MODELS)} models alone", flush=True)
+    print(f"{len(alone)} answers of {len(models)} models alone", flush=True)
     different: list[tuple[str, int]] = []
     failed: list[str] = []
     times: list[float] = []
@@ -190,7 +209,7 @@ def random_clients(folder: Path, seconds: float, clients: int, memory: int) -> N
         rng = random.Random(seed)
         with httpx.Client(base_url=base, timeout=300) as client:
             while time.monotonic() < end:
-                name, number = rng.choice(list(MODELS)), rng.randrange(len(PROMPTS))
+                name, number = rng.choice(models), rng.randrange(len(PROMPTS))
                 begin = time.monotonic()
                 try:
                     got = ask(client, name, number)
@@ -204,6 +223,9 @@ def random_clients(folder: Path, seconds: float, clients: int, memory: int) -> N
     with running(words, port, folder / "random.log") as pid:
         watch = MemoryWatch(pid)
         watch.start()
+        killer = Killer(pid, kill) if kill else None
+        if killer is not None:
+            killer.start()
         threads = [threading.Thread(target=one, args=(seed,)) for seed in range(clients)]
         for thread in threads:
             thread.start()
@@ -211,6 +233,10 @@ def random_clients(folder: Path, seconds: float, clients: int, memory: int) -> N
             thread.join()
         watch.ended.set()
         watch.join()
+        if killer is not None:
+            killer.ended.set()
+            killer.join()
+            print(f"{killer.killed} engines were killed")
         metrics = httpx.get(f"{base}/metrics").text
     loads = sum(
         float(line.split()[-1])
@@ -238,16 +264,13 @@ def filled_memory(folder: Path) -> None:
         port = free_port()
         words = serve(folder, [name], port)
         need = size_model(options_of(name), 64 << 30).need
-        with running(words, port, folder / "filled.log") as pid:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
-                ask(client, name, 0)
-                if need.cache:
-                    text = "word " * 1800
-                    for turn in range(CACHE // MIB // 8):
-                        body = {"model": name, "prompt": f"{turn} {text}", "max_tokens": 2}
-                        client.post("/v1/completions", json=body).raise_for_status()
-                watch = psutil.Process(pid).children(recursive=True)
-                got = sum(process.memory_full_info().pss for process in watch)
+        base = f"http://127.0.0.1:{port}"
+        with running(words, port, folder / "filled.log") as pid, httpx.Client(base_url=base, timeout=300) as client:
+            ask(client, name, 0)
+            for turn in range(CACHE // MIB // 8 if name.startswith(("smollm2", "gemma3")) else 0):
+                body = {"model": name, "prompt": f"{turn} {'word ' * 1800}", "max_tokens": 2}
+                client.post("/v1/completions", json=body).raise_for_status()
+            got = sum(process.memory_full_info().pss for process in psutil.Process(pid).children(recursive=True))
         print(f"{name}: {got / MIB:,.0f} MiB, reserved {need.total / MIB:,.0f} ({got / need.total:.3f})", flush=True)
 
 
@@ -294,13 +317,16 @@ def swaps(folder: Path, turns: int, llama: str | None) -> None:
                 if turn >= len(asked):  # files are in the page cache
                     times[program].append(time.monotonic() - begin)
     for program, each in times.items():
-        print(f"{program}: swap and first token {statistics.median(each):.2f} s in the median, {max(each):.2f} at worst")
+        median = statistics.median(each)
+        print(f"{program}: swap and first token {median:.2f} s in the median, {max(each):.2f} at worst")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--kill", type=float, metavar="SECONDS")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--swaps", type=int, default=0, metavar="TURNS")
     parser.add_argument("--llama-server", metavar="PROGRAM")
     parser.add_argument("--filled", action="store_true", help="each model's memory with its cache in use")
@@ -313,7 +339,8 @@ def main() -> None:
         if arguments.filled:
             filled_memory(Path(folder))
         if arguments.seconds:
-            random_clients(Path(folder), arguments.seconds, arguments.clients, memory)
+            models, kill = arguments.models, arguments.kill
+            random_clients(Path(folder), models, arguments.seconds, arguments.clients, memory, kill)
         if arguments.swaps:
             swaps(Path(folder), arguments.swaps, arguments.llama_server)
 
