@@ -294,7 +294,9 @@ def swaps(folder: Path, turns: int, llama: str | None) -> None:
                 if turn >= len(asked):  # files are in the page cache
                     times[program].append(time.monotonic() - begin)
     for program, each in times.items():
-        print(f"{program}: swap and first token {statistics.median(each):.2f} s in the median, {max(each):.2f} at worst")
+        print(
+            f"{program}: swap and first token {statistics.median(each):.2f} s in the median, {max(each):.2f} at worst"
+        )
 
 
 def main() -> None:
