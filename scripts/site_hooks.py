@@ -17,8 +17,8 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Pages at the root of the repository, by their names on the site.
-ROOT_PAGES = {name: name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")} | {"index.md": "README.md"}
+#: Pages at the root of the repository.
+ROOT_PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 _UP = re.compile(r"(\]\()\.\./([^)#\s]+)")
 
 
@@ -47,15 +47,15 @@ def _named(nav: Any) -> Iterator[str]:
 
 def on_files(files: Any, config: Any) -> Any:
     """Adds what is not in the folder of the pages."""
-    for name, path in ROOT_PAGES.items():
-        text = (ROOT / path).read_text(encoding="utf-8").replace("](docs/", "](")
+    for name in ROOT_PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
         files.append(File.generated(config, name, content=text))
     for name, text in _made_pages().items():
         files.append(File.generated(config, name, content=text))
     linked = {
         path for page in Path(config["docs_dir"]).glob("*.md") for _, path in _UP.findall(page.read_text("utf-8"))
     }
-    for path in sorted(linked.difference(ROOT_PAGES.values())):
+    for path in sorted(linked.difference(ROOT_PAGES)):
         if (ROOT / path).is_file():
             files.append(File.generated(config, path, content=(ROOT / path).read_bytes()))
     return files

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.config.engine_config import EngineConfig
 from octavo.config.model_list import ListedModel
 from octavo.config.server_options import ServerOptions
-from octavo.core.errors import ModelNotFoundError, OctavoError, did_you_mean
+from octavo.core.errors import EngineKilledError, ModelNotFoundError, OctavoError, did_you_mean
 from octavo.engine.memory_needs import SizedModel
 from octavo.process.startup import LOADING
 from octavo.server.http.errors import ApiError, server_error
@@ -374,9 +374,8 @@ class ModelSet:
                     slot.is_asleep = False
                     self._loaded.labels(slot.name).set(1)
                     return
-                slot.progress, begun = "starting", self._clock()
-                with self._lines.shown_in(slot):
-                    slot.service = service = await self._start(slot, slot.sized.options)
+                begun = self._clock()
+                slot.service = service = await self._start_engine(slot, slot.sized.options)
             service.hold = lambda: self._hold(slot)
             service.model_names[:] = self.names_of(slot)
             slot.loaded_at = slot.last_used = self._clock()
@@ -392,6 +391,19 @@ class ModelSet:
         finally:
             slot.load, slot.progress = None, ""
             self._notify()
+
+    async def _start_engine(self, slot: Slot, options: EngineConfig) -> ServerState:
+        """Starts an engine; again, as often as ``engine_restarts``, if its process is killed from outside meanwhile."""
+        slot.progress = "starting"
+        for left in reversed(range(options.engine_restarts + 1)):
+            try:
+                with self._lines.shown_in(slot):
+                    return await self._start(slot, options)
+            except EngineKilledError as e:
+                if not left or not slot.users or self.closing:
+                    raise
+                logger.warning("model %s: %s while it was loaded; it is started again", slot.name, e)
+        raise AssertionError("the last try returns or raises")
 
     def _fail(self, slot: Slot, error: Exception) -> None:
         if not isinstance(error, OctavoError):

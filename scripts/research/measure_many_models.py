@@ -182,8 +182,12 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         while not self.ended.wait(self.seconds):
-            engines = [each for each in self.server.children() if "octavo.engine.core_process" in each.cmdline()]
-            if engines:
+            engines = []
+            for process in self.server.children():
+                with contextlib.suppress(psutil.Error):
+                    if "octavo.engine.core_process" in process.cmdline():
+                        engines.append(process)
+            with contextlib.suppress(psutil.Error, IndexError):
                 self.random.choice(engines).kill()
                 self.killed += 1
 

@@ -44,6 +44,7 @@ _FIGURES = "prints the figures of the page: minutes to hours of a quiet machine"
 #: What is not pasted, and why: (page, pattern of a command or of a line of a program; empty: the whole page).
 NOT_PASTED = {
     ("README.md", r"^make (demo|test)"): "makes the environment of all others; .ci/run, ten_minutes.py run it",
+    ("index.md", r""): "as in README.md",
     ("installing.md", r"^make |^pip install|scripts/install\.py|try_arm64"): "tests/test_setup.py, make wheel try it",
     ("adapters.md", r"PromptAdapterRequest"): _READERS,
     ("adapters.md", r"python scripts/research/bench_adapters.py"): f"{_FIGURES}, with torch",

@@ -25,7 +25,7 @@ from octavo.cli.serve import make_parser, read_models
 from octavo.config.engine_config import EngineConfig
 from octavo.config.model_list import ListedModel, entries_of_folder, list_models, read_entries
 from octavo.config.server_options import ServerOptions
-from octavo.core.errors import ConfigError, WeightError
+from octavo.core.errors import ConfigError, EngineKilledError, WeightError
 from octavo.engine import model_catalog
 from octavo.engine.memory_needs import MemoryNeed, SizedModel, size_model
 from octavo.server.http.errors import ApiError
@@ -69,6 +69,8 @@ class Fakes:
         self.now, self.needs = 1000.0, needs
         self.started: list[str] = []
         self.failing: set[str] = set()
+        #: Engines whose processes are killed while they start.
+        self.kills = 0
         self.caches: dict[str, int] = {}
         models = [ListedModel(EngineConfig(model=n), (n, f"{n}-alias"), None, n == pinned) for n in needs]
         self.metrics = Metrics("")
@@ -87,6 +89,9 @@ class Fakes:
         assert held + slot.need <= self.set.memory
         if slot.name in self.failing:
             raise WeightError(f"{config.model}/model.safetensors is damaged")
+        if self.kills:
+            self.kills -= 1
+            raise EngineKilledError("the engine's process was ended by signal 9")
         self.started.append(slot.name)
         return Engine([slot.name])
 
@@ -267,6 +272,18 @@ async def test_a_failed_load_fails_its_requests_and_is_tried_again_later() -> No
     fakes.now += FIRST_RETRY
     await fakes.ask("a")
     assert fakes.loaded == {"a", "b"} and fakes.slot["a"].failure is None
+
+
+@on_a_loop
+async def test_a_load_whose_process_is_killed_is_tried_again() -> None:
+    fakes = Fakes({"a": 1, "b": 1}, 4)
+    fakes.kills = 3
+    await fakes.ask("a")
+    assert fakes.loaded == {"a"} and fakes.kills == 0
+    fakes.kills = 4  # one more than engine_restarts
+    with pytest.raises(ApiError) as e:
+        await fakes.ask("b")
+    assert e.value.status == 503 and fakes.kills == 0
 
 
 @on_a_loop
