@@ -42,6 +42,14 @@ class ImageFacts:
     token_id: int
     #: Tokens of an image that attend to each other in both directions, all computed in one step; 0: none do.
     whole: int = 0
+    #: Decoder layers before which further vectors of a feature are added to the residual stream (DeepStack: Meng et al.
+    #: 2024, arXiv 2406.04334), ascending; the number of layers: after the last.
+    layers: tuple[int, ...] = ()
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a feature: the token's embedding, and one for each of ``layers``."""
+        return 1 + len(self.layers)
 
     @property
     def is_whole(self) -> bool:
