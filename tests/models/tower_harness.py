@@ -169,7 +169,7 @@ class ImagePrompts:
         self.config, self.facts = config, config.image_facts
         self.groups = group_layers(self.network.kv_specs)
         self.caches = kernels.make_cache(self.groups, [blocks] * len(self.groups), block_size)
-        axes = len(config.rope.sections)
+        axes = config.rope.axes
         self.size = BatchSize(256, 8, 256, blocks * block_size, block_size, len(self.groups), rotary_axes=axes)
         self.forward = kernels.capture(self._forward, self.size)
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
