@@ -408,7 +408,9 @@ class Qwen2_5_VLProcessor(msgspec.Struct, frozen=True, tag=True):
 def read_qwen2_5_vl(settings: ImageSettings) -> Qwen2_5_VLProcessor:
     """Raises ConfigError for invalid settings, as transformers 4 or 5 spell them."""
     smallest, largest = pixel_bounds(settings)
-    tower_patch = settings.vision.positive("patch_size", 14 if settings.config.get("model_type") == "qwen2_5_vl" else 16)
+    tower_patch = settings.vision.positive(
+        "patch_size", 14 if settings.config.get("model_type") == "qwen2_5_vl" else 16
+    )
     patch, merge = settings.positive("patch_size", tower_patch, MAX_SIDE), settings.positive("merge_size", 2, MAX_SIDE)
     for name, used, of_network in (
         ("patch_size", patch, tower_patch),

@@ -68,7 +68,8 @@ class Rename:
 class Split:
     """Splits a tensor of the checkpoint by rows: ``Split("qkv_proj", ("q_proj", "k_proj", "v_proj"))``.
 
-    ``whole`` and ``parts`` are components of dotted names. Each part gets as many rows as the network expects.
+    ``whole`` and ``parts`` are components of dotted names. Each part gets as many rows as the network expects; if it
+    expects none of them, the tensor passes, to be dropped or refused.
     """
 
     whole: str
@@ -81,6 +82,9 @@ class Split:
                 yield name, tensor
                 continue
             names = [f"{before}{part}{after}" for part in self.parts]
+            if not any(part in shapes for part in names):
+                yield name, tensor
+                continue
             if unknown := [part for part in names if part not in shapes]:
                 raise WeightError(f"tensor {name!r} holds {unknown[0]!r}, which belongs to no layer of this network")
             counts = [shapes[part][0] for part in names]

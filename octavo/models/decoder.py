@@ -190,12 +190,13 @@ class Decoder(Network):
         if config.is_encoder:
             refuse_stages(config, context)
             self.workspace, self.kv_specs = replace(self.kv_specs[0], kind="full", window=None), []
-        if self.is_first and (tower := self.make_tower(config, tower_context(context))) is not None:
-            self.tower = self.attach("tower", tower)
         #: By the layer before which they are added.
         self.layer_features: dict[int, LayerFeatures] = {}
-        if self.is_first and context.virtual_tokens and config.image_facts is not None:
-            for index in config.image_facts.layers:
+        if self.is_first and config.image_facts is not None:
+            tower = self.make_tower(config, tower_context(context))
+            if tower is not None:
+                self.tower = self.attach("tower", tower)
+            for index in config.image_facts.layers if context.virtual_tokens else ():
                 if index > stage.stop:
                     raise ConfigError(
                         f"{config.architecture} adds features of images before layer {index}, which must be in the "

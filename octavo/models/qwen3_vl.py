@@ -218,7 +218,7 @@ class Qwen3Tower(Tower):
 
 
 def interleaved_sections(reader: ConfigReader, sections: tuple[int, ...], pairs: int) -> tuple[int, ...]:
-    """``RopeConfig.sections`` of a head of ``pairs``, in which time, height and width follow each other pair by pair."""
+    """``RopeConfig.sections`` of a head, in which pairs of time, height and width follow each other in turn."""
     check_sections(reader, sections, pairs)
     axes = np.zeros(pairs, np.int64)
     for axis in (1, 2):

@@ -118,7 +118,7 @@ class _Job:
 
 
 class ImagePreparer(Preparer):
-    """Computes and keeps the features of images: float32 [features, ``ImageFacts.vectors`` * E] each; nothing on a stage
+    """Computes and keeps features of images: float32 [features, ``ImageFacts.vectors`` * E] each; nothing on a stage
     without tower.
     """
 

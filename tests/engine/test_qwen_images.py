@@ -1,4 +1,4 @@
-"""Prompts of Qwen2.5-VL, Qwen3-VL and Qwen3.5 with images of unlike sizes: equal to transformers, and the same bits however they are cut."""
+"""Images in Qwen2.5-VL, Qwen3-VL and Qwen3.5: equal to transformers, and the same bits however prompts are cut."""
 
 from __future__ import annotations
 

@@ -344,7 +344,9 @@ def _launch(
     single = 0 if len(sections) <= max(axes, 4) else len([*itertools.takewhile(lambda pairs: pairs == 1, sections)])
     ends = [*itertools.accumulate(sections[single:], initial=single)][1:]
     if len(ends) > 4:
-        raise ConfigError(f"the triton backend has at most four rotary sections behind those of one pair: {[*sections]}")
+        raise ConfigError(
+            f"the triton backend has at most four rotary sections behind those of one pair: {[*sections]}"
+        )
     section_starts = Sections(axes, single, *ends[:-1], *[sum(sections)] * (3 - len(ends[:-1])))
     _rotary_and_cache_kernel[(tokens, triton.cdiv(kv_heads, kv_tile))](
         queries, k, v, slots, cache.argument, *k.stride()[:2], *v.stride()[:2],

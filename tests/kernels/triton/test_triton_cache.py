@@ -144,7 +144,15 @@ def test_quantised_writes_are_the_nearest_numbers(dtype: torch.dtype) -> None:
     seed=st.integers(0, 99),
 )
 def test_rotation_is_the_reference_s(
-    dtype: torch.dtype, tokens: int, kv_heads: int, group: int, half: int, rest: int, cuts: list[int], single: int, seed: int
+    dtype: torch.dtype,
+    tokens: int,
+    kv_heads: int,
+    group: int,
+    half: int,
+    rest: int,
+    cuts: list[int],
+    single: int,
+    seed: int,
 ) -> None:
     """With as many sections of a head as ``cuts`` and one more, or none without them; or with three axes, and
     sections of one pair before those.
