@@ -51,6 +51,17 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class DropPart:
+    """Skips tensors with names that begin with ``prefix``, if the network expects none of such names."""
+
+    prefix: str
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+        unused = not any(name.startswith(self.prefix) for name in shapes)
+        return ((name, tensor) for name, tensor in pairs if not (unused and name.startswith(self.prefix)))
+
+
+@dataclass(frozen=True)
 class Rename:
     """Replaces matches of the pattern in names, as ``re.sub`` does."""
 
@@ -68,8 +79,7 @@ class Rename:
 class Split:
     """Splits a tensor of the checkpoint by rows: ``Split("qkv_proj", ("q_proj", "k_proj", "v_proj"))``.
 
-    ``whole`` and ``parts`` are components of dotted names. Each part gets as many rows as the network expects; if it
-    expects none of them, the tensor passes, to be dropped or refused.
+    ``whole`` and ``parts`` are components of dotted names. Each part gets as many rows as the network expects.
     """
 
     whole: str
@@ -82,9 +92,6 @@ class Split:
                 yield name, tensor
                 continue
             names = [f"{before}{part}{after}" for part in self.parts]
-            if not any(part in shapes for part in names):
-                yield name, tensor
-                continue
             if unknown := [part for part in names if part not in shapes]:
                 raise WeightError(f"tensor {name!r} holds {unknown[0]!r}, which belongs to no layer of this network")
             counts = [shapes[part][0] for part in names]

@@ -21,7 +21,17 @@ from octavo.layers.layer import Layer, LayerContext, RMSNorm
 from octavo.layers.linear import MergedColumnParallelLinear
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.rope import RotaryRows, rotary_values
-from octavo.models.checkpoint import CheckpointEntry, Pairs, Rename, Shapes, Split, Tensor, has_values, without_values
+from octavo.models.checkpoint import (
+    CheckpointEntry,
+    DropPart,
+    Pairs,
+    Rename,
+    Shapes,
+    Split,
+    Tensor,
+    has_values,
+    without_values,
+)
 from octavo.models.config_files import ConfigReader, fields_of, read_activation
 from octavo.models.llama import LlamaForCausalLM, LlamaLayer
 from octavo.models.network import Tower, TowerInput
@@ -142,6 +152,7 @@ class SumFrames:
 
 QWEN_VISION_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"^(model\.)?visual\.", "tower."),
+    DropPart("tower."),
     Rename(r"^tower\.patch_embed\.proj\.", "tower.patches."),
     SumFrames("tower.patches.weight"),
     Rename(r"^tower\.blocks\.(\d+)\.norm1\.", r"tower.layers.\1.input_layernorm."),

@@ -22,7 +22,7 @@ from octavo.layers.attention import Attention
 from octavo.layers.layer import Layer, LayerContext, LayerNorm
 from octavo.layers.linear import MergedColumnParallelLinear
 from octavo.layers.mlp import MLP
-from octavo.models.checkpoint import CheckpointEntry, Drop, Rename, Split
+from octavo.models.checkpoint import CheckpointEntry, Drop, DropPart, Rename, Split
 from octavo.models.config_files import ConfigReader, fields_of
 from octavo.models.dense import Family
 from octavo.models.encoder import EncoderPreNormLayer
@@ -77,7 +77,7 @@ def read_qwen3_vision(reader: ConfigReader, *, has_deep_layers: bool) -> Qwen3Vi
 
 
 #: Comes before the language model's names, which may have patterns for the others' names here.
-_TOWER: tuple[CheckpointEntry, ...] = (Rename(r"^(model\.)?visual\.", "tower."),)
+_TOWER: tuple[CheckpointEntry, ...] = (Rename(r"^(model\.)?visual\.", "tower."), DropPart("tower."))
 _TOWER_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"^tower\.patch_embed\.proj\.", "tower.patches."),
     Rename(r"^tower\.pos_embed\.", "tower.positions."),
