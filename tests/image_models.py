@@ -165,6 +165,58 @@ def save_qwen2_5_vl(folder: Path) -> Any:
     return _save(folder, Qwen2_5_VLForConditionalGeneration(config))
 
 
+#: A tower whose learned positions are 5 x 5, with features of 8 x 8 pixels.
+_QWEN3_VISION: dict[str, Any] = {
+    **{"depth": 3, "hidden_size": 48, "intermediate_size": 64, "num_heads": 3, "out_hidden_size": 64},
+    **{"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 25},
+}
+_QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+
+
+def save_qwen3_vl(folder: Path, *, experts: bool = False) -> Any:
+    """Qwen3-VL, or with experts Qwen3-VL-MoE, whose images have 4 to 64 features of 8 x 8 pixels, of which further
+    vectors are added before layers 1 and 2 of 4; and its transformers model.
+    """
+    import transformers
+
+    vocab = save_tokenizer(folder, "<|image_pad|>")
+    name = "Qwen3VLMoe" if experts else "Qwen3VL"
+    text = {**_TEXT, "num_hidden_layers": 4, "head_dim": 16, "vocab_size": vocab, "rope_parameters": _QWEN3_ROPE}
+    if experts:
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=_QWEN3_VISION | {"deepstack_visual_indexes": [0, 1]}, text_config=text, **_qwen3_ids(vocab)
+    )
+    _write(folder, _QWEN3_PROCESSOR)
+    return _save(folder, getattr(transformers, f"{name}ForConditionalGeneration")(config))
+
+
+def save_qwen3_5(folder: Path) -> Any:
+    """Qwen3.5 with images as those of ``save_qwen3_vl``, without further vectors; and its transformers model."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    vocab = save_tokenizer(folder, "<|image_pad|>")
+    text = {**_TEXT, "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    text |= {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2}
+    text |= {"linear_num_value_heads": 4, "vocab_size": vocab}
+    text["rope_parameters"] = {**_QWEN3_ROPE, "partial_rotary_factor": 0.5}
+    config = Qwen3_5Config(vision_config=_QWEN3_VISION, text_config=text, **_qwen3_ids(vocab))
+    _write(folder, _QWEN3_PROCESSOR)
+    return _save(folder, Qwen3_5ForConditionalGeneration(config))
+
+
+_QWEN3_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 4 * 64, "longest_edge": 64 * 64},
+    **{"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2},
+}
+
+
+def _qwen3_ids(vocab: int) -> dict[str, int]:
+    special = {"vision_start_token_id": vocab + 2, "vision_end_token_id": vocab + 3}
+    return {"image_token_id": SPECIAL.index("<|image_pad|>"), "video_token_id": vocab + 1, **special}
+
+
 def _write(folder: Path, settings: dict[str, Any]) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 

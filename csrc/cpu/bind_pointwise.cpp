@@ -4,6 +4,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -147,23 +148,28 @@ OpPtr query_scale(uintptr_t q, int64_t q_stride, int64_t q_head_stride, int64_t 
                 heads * width);
 }
 
-void set_sections(Rotary& rotary, const std::vector<int64_t>& sections) {
+// Sections follow the axes in turn; 0 axes: as many as sections.
+void set_sections(Rotary& rotary, const std::vector<int64_t>& sections, int64_t axes) {
+  if (sections.empty()) return;
+  rotary.axes = axes == 0 ? static_cast<int64_t>(sections.size()) : axes;
+  if (rotary.axes < 1 || rotary.axes > Rotary::kMaxAxes)
+    throw std::invalid_argument("there can be up to " + std::to_string(Rotary::kMaxAxes) +
+                                " axes of rotary sections, not " + std::to_string(rotary.axes));
   int64_t end = 0;
-  for (const int64_t pairs : sections) {
-    if (rotary.axes == Rotary::kMaxAxes || pairs < 0)
-      throw std::invalid_argument("there can be up to " + std::to_string(Rotary::kMaxAxes) +
-                                  " rotary sections, of no negative size");
-    rotary.section_ends[rotary.axes++] = end += pairs;
-  }
-  if (!sections.empty() && (2 * end != rotary.rotary_dim || rotary.rotary_dim > Rotary::kMaxSectionedDim))
-    throw std::invalid_argument("rotary sections must have together half of rotary_dim (" +
+  for (const int64_t pairs : sections) end += pairs;
+  if (*std::min_element(sections.begin(), sections.end()) < 0 || 2 * end != rotary.rotary_dim ||
+      rotary.rotary_dim > Rotary::kMaxSectionedDim)
+    throw std::invalid_argument("rotary sections, of no negative size, must have together half of rotary_dim (" +
                                 std::to_string(rotary.rotary_dim) + "), which can be up to " +
                                 std::to_string(Rotary::kMaxSectionedDim) + ", not " + std::to_string(end));
+  uint8_t* pair = rotary.axis_of_pair;
+  for (size_t section = 0; section < sections.size(); ++section)
+    pair = std::fill_n(pair, sections[section], static_cast<uint8_t>(section % static_cast<size_t>(rotary.axes)));
 }
 
 OpPtr rotary(uintptr_t q, int64_t q_stride, uintptr_t k, int64_t k_stride, int64_t heads, int64_t kv_heads,
              int64_t head_dim, int64_t rotary_dim, uintptr_t cos_sin, Dtype dtype, int64_t q_head_stride, uintptr_t out,
-             int64_t out_stride, int64_t out_head_stride, const std::vector<int64_t>& sections) {
+             int64_t out_stride, int64_t out_head_stride, const std::vector<int64_t>& sections, int64_t axes) {
   require_float(dtype);
   if (q_head_stride == 0) q_head_stride = head_dim;
   if (out == 0) {
@@ -177,7 +183,7 @@ OpPtr rotary(uintptr_t q, int64_t q_stride, uintptr_t k, int64_t k_stride, int64
   Rotary arguments{pointer<void>(q), q_stride, q_head_stride, pointer<void>(out), out_stride, out_head_stride,
                    pointer<void>(k), k_stride, head_dim, heads, kv_heads, rotary_dim,
                    pointer<float>(cos_sin), dtype};
-  set_sections(arguments, sections);
+  set_sections(arguments, sections, axes);
   return row_op(&PointwiseTable::rotary, arguments, 2 * (heads + kv_heads) * rotary_dim);
 }
 
@@ -226,7 +232,7 @@ void bind_pointwise(nb::module_& m) {
   m.def("activate", &activate, "x"_a, "x_stride"_a, "out"_a, "width"_a, "dtype"_a, "activation"_a, "gated"_a = false);
   m.def("rotary", &rotary, "q"_a, "q_stride"_a, "k"_a, "k_stride"_a, "heads"_a, "kv_heads"_a, "head_dim"_a,
         "rotary_dim"_a, "cos_sin"_a, "dtype"_a, "q_head_stride"_a = 0, "out"_a = 0, "out_stride"_a = 0,
-        "out_head_stride"_a = 0, "sections"_a = std::vector<int64_t>{},
+        "out_head_stride"_a = 0, "sections"_a = std::vector<int64_t>{}, "axes"_a = 0,
         "Rotates q, in place or to out, and k in place.");
   m.def("argmax", &argmax, "logits"_a, "rows"_a, "vocab"_a, "out"_a);
   m.def("logsumexp", &logsumexp, "logits"_a, "rows"_a, "vocab"_a, "out"_a);

@@ -136,13 +136,12 @@ const float* sectioned_angles(const Rotary& a, const Step& step, int64_t token, 
   for (int64_t axis = 1; axis < a.axes; ++axis) equal = equal && at[axis * step.rotary_stride] == at[0];
   if (equal) return a.cos_sin + at[0] * a.rotary_dim;
   const int64_t half = a.rotary_dim / 2;
-  int64_t begin = 0;
-  for (int64_t axis = 0; axis < a.axes; ++axis) {
-    const float* row = a.cos_sin + at[axis * step.rotary_stride] * a.rotary_dim;
-    const int64_t end = a.section_ends[axis];
-    std::copy(row + begin, row + end, buffer + begin);
-    std::copy(row + half + begin, row + half + end, buffer + half + begin);
-    begin = end;
+  const float* rows[Rotary::kMaxAxes];
+  for (int64_t axis = 0; axis < a.axes; ++axis) rows[axis] = a.cos_sin + at[axis * step.rotary_stride] * a.rotary_dim;
+  for (int64_t pair = 0; pair < half; ++pair) {
+    const float* row = rows[a.axis_of_pair[pair]];
+    buffer[pair] = row[pair];
+    buffer[half + pair] = row[half + pair];
   }
   return buffer;
 }

@@ -108,7 +108,7 @@ struct Rotary {
   const float* cos_sin;
   Dtype dtype;
   int64_t axes = 0;
-  int64_t section_ends[kMaxAxes] = {};
+  uint8_t axis_of_pair[kMaxSectionedDim / 2] = {};
 };
 
 struct PointwiseTable {

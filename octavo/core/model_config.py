@@ -38,10 +38,18 @@ class EncoderFacts:
 @dataclass(frozen=True)
 class ImageFacts:
     #: The ``ImageProcessor`` (``octavo/images/``).
-    family: Literal["llava", "idefics3", "gemma3", "qwen2_5_vl"]
+    family: Literal["llava", "idefics3", "gemma3", "qwen2_5_vl", "qwen3_vl"]
     token_id: int
     #: Tokens of an image that attend to each other in both directions, all computed in one step; 0: none do.
     whole: int = 0
+    #: Decoder layers before which further vectors of a feature are added to the residual stream (DeepStack: Meng et al.
+    #: 2024, arXiv 2406.04334), ascending; the number of layers: after the last.
+    layers: tuple[int, ...] = ()
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a feature: the token's embedding, and one for each of ``layers``."""
+        return 1 + len(self.layers)
 
     @property
     def is_whole(self) -> bool:
@@ -58,8 +66,14 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
     #: Parameters of the scaling as in config.json, and its max_position_embeddings.
     scaling: dict[str, Any] = field(default_factory=dict)
-    #: Pairs rotated by time, height and width (M-RoPE: Wang et al. 2024, section 2.1); empty: all by the position.
+    #: Pairs rotated by time, height and width in turn, and by time again (M-RoPE: Wang et al. 2024, section 2.1; with
+    #: sections of one pair, interleaved M-RoPE); empty: all by the position.
     sections: tuple[int, ...] = ()
+
+    @property
+    def axes(self) -> int:
+        """Positions of a token in time, height and width; 0: it has one position."""
+        return 3 if self.sections else 0
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class ImagePrompts:
 
         facts = self._config.image_facts
         assert facts is not None
-        prompt_image = image.image.for_prompt(image.num_features, self._config.hidden_size)
+        prompt_image = image.image.for_prompt(image.num_features, facts.vectors * self._config.hidden_size)
         if all(other.key != prompt_image.key for other in features.images):
             features.images.append(prompt_image)
         is_feature = np.array(expansion) == facts.token_id

@@ -22,7 +22,10 @@ from octavo.images.image_files import MAX_RATIO, center_crop, check_ratio, pad_t
 #: Means and standard deviations of the channels in the training of CLIP, and of SigLIP.
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _SIGLIP = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-_CHANNELS = {"llava": _CLIP, "qwen2_5_vl": _CLIP, "idefics3": _SIGLIP, "smolvlm": _SIGLIP, "gemma3": _SIGLIP}
+_CHANNELS = {
+    **{"llava": _CLIP, "idefics3": _SIGLIP, "smolvlm": _SIGLIP, "gemma3": _SIGLIP},
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _CLIP),
+}
 _FILTERS = 6
 #: Maximum pixels of a side, and of an image.
 MAX_SIDE = 1 << 14
@@ -359,7 +362,7 @@ def read_llava(settings: ImageSettings) -> LlavaProcessor:
     return LlavaProcessor(placeholder, height, width, resample, shortest, resized, padding, features)
 
 
-# Qwen2.5-VL (Bai et al. 2025, section 2.1): the image's own size, as near as whole features allow.
+# Qwen2.5-VL (Bai et al. 2025, section 2.1) and Qwen3-VL: the image's own size, as near as whole features allow.
 
 
 class Qwen2_5_VLProcessor(msgspec.Struct, frozen=True, tag=True):
@@ -405,9 +408,12 @@ class Qwen2_5_VLProcessor(msgspec.Struct, frozen=True, tag=True):
 def read_qwen2_5_vl(settings: ImageSettings) -> Qwen2_5_VLProcessor:
     """Raises ConfigError for invalid settings, as transformers 4 or 5 spell them."""
     smallest, largest = pixel_bounds(settings)
-    patch, merge = settings.positive("patch_size", 14, MAX_SIDE), settings.positive("merge_size", 2, MAX_SIDE)
+    tower_patch = settings.vision.positive(
+        "patch_size", 14 if settings.config.get("model_type") == "qwen2_5_vl" else 16
+    )
+    patch, merge = settings.positive("patch_size", tower_patch, MAX_SIDE), settings.positive("merge_size", 2, MAX_SIDE)
     for name, used, of_network in (
-        ("patch_size", patch, settings.vision.positive("patch_size", 14)),
+        ("patch_size", patch, tower_patch),
         ("merge_size", merge, settings.vision.positive("spatial_merge_size", 2)),
     ):
         if used != of_network:
@@ -435,7 +441,7 @@ AnyProcessor: TypeAlias = LlavaProcessor | Idefics3Processor | Gemma3Processor |
 #: By ``model_type`` of config.json.
 _READERS: dict[str, Callable[[ImageSettings], AnyProcessor]] = {
     "llava": read_llava, "idefics3": read_idefics3, "smolvlm": read_idefics3, "gemma3": read_gemma3,
-    "qwen2_5_vl": read_qwen2_5_vl,
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), read_qwen2_5_vl),
 }  # fmt: skip
 
 

@@ -144,13 +144,16 @@ class ForwardOutput(NamedTuple):
     logits: Array | None = None
     #: float32 [T, E]: the residual stream between layers as a drafting head reads it; None: no head reads it.
     features: Array | None = None
+    #: Of an image tower, float32 [N, E] each: what is added before each of ``ImageFacts.layers``.
+    layer_features: tuple[Array, ...] = ()
 
     def first(self, tokens: int, sampled: int) -> ForwardOutput:
-        """The first ``tokens`` rows of hidden states and features, and the first ``sampled`` rows of logits."""
+        """The first ``tokens`` rows of hidden states and features, and the first ``sampled`` rows of the others."""
         return ForwardOutput(
             self.hidden[:tokens],
             None if self.logits is None else self.logits[:sampled],
             None if self.features is None else self.features[:tokens],
+            tuple(features[:sampled] for features in self.layer_features),
         )
 
 

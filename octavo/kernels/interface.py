@@ -300,10 +300,11 @@ class Kernels(ArrayMaker):
         """Rotates q [T, H, D] and k [T, K, D]; they may be strided views and may be changed in place.
 
         Args:
-            positions: int64 [T]; with ``sections`` [sections, T].
+            positions: int64 [T]; with ``sections`` [axes, T], such as time, height and width.
             cos_sin: float32 [max_position, R], R <= D rotated dimensions: R/2 cosines, then R/2 sines; dimension i is
                 paired with i + R/2 (the "half" layout of Hugging Face checkpoints).
-            sections: numbers of pairs, R/2 in all, that are rotated by each row of ``positions`` (M-RoPE).
+            sections: numbers of pairs, R/2 in all, that are rotated by the rows of ``positions`` in turn, beginning
+                again with the first (M-RoPE; sections of one pair: interleaved M-RoPE).
         """
 
     @abstractmethod

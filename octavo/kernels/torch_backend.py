@@ -712,8 +712,8 @@ def cuda_version() -> str | None:
 
 
 def _angles(positions: Tensor, cos_sin: Tensor, sections: Sequence[int]) -> Tensor:
-    """The rows of the table for positions [T], or composed of a section from each row for positions [sections, T]."""
+    """The rows of the table for positions [T], or composed of sections from the rows for positions [axes, T]."""
     if not sections:
         return cos_sin.index_select(0, positions)
     halves = cos_sin[positions].unflatten(-1, (2, -1)).split([*sections], dim=-1)  # of all positions
-    return torch.cat([part[axis] for axis, part in enumerate(halves)], dim=-1).flatten(1)
+    return torch.cat([part[i % len(positions)] for i, part in enumerate(halves)], dim=-1).flatten(1)

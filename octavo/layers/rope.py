@@ -36,7 +36,7 @@ class RotaryRows:
 
     #: float32 [rows, R]: R / 2 cosines, then R / 2 sines.
     array: Array
-    #: Numbers of pairs that are rotated by each of a token's rotary positions (M-RoPE); empty: all by its position.
+    #: Numbers of pairs that are rotated by a token's rotary positions in turn (M-RoPE); empty: all by its position.
     sections: tuple[int, ...] = ()
 
 

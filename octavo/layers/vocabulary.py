@@ -115,6 +115,22 @@ class VocabParallelEmbedding(_VocabularyShare, LoraLayer):
             self.table = self.kernels.array(self._take(tensor) if table is None else table, self._context.dtype)
 
 
+class LayerFeatures(Layer):
+    """Vectors of virtual tokens that are added to the residual stream before a layer; all ranks hold them."""
+
+    def __init__(self, context: LayerContext, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.kernels, self._first = context.kernels, vocab_size
+        shape = context.virtual_tokens, hidden_size
+        #: Zero until they are written.
+        self.table: Array = self.kernels.zeros(shape, context.dtype)
+        self.holds.append(Weight("virtual_tokens", shape, "embedding", context.dtype))
+
+    def add_to(self, residual: Array, ids: Array) -> Array:
+        """residual float32 [T, E] + the rows of ids int64 [T]; the residual's memory may be reused."""
+        return self.kernels.embedding(ids, self.table, self._first, add=residual)
+
+
 class PositionEmbedding(Layer):
     """Learned embedding of positions, whole on every rank; row ``offset`` is that of position 0."""
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from octavo.config.options import ModelOptions
+from octavo.config.engine_config import EngineConfig
 from octavo.core.dtypes import DTYPES, DType, Stored, rounded
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
 from octavo.core.files import read_object
@@ -435,8 +435,9 @@ def with_stored_head(config: ModelConfig, folder: Path) -> tuple[ModelConfig, li
     return replace(config, tie_word_embeddings=False), []
 
 
-def read_config(folder: Path, options: ModelOptions) -> ModelConfig:
-    """The configuration of the model in ``folder``, with the head that its weights have.
+def read_config(folder: Path, options: EngineConfig) -> ModelConfig:
+    """The configuration of the model in ``folder``, with the head that its weights have, and without vision if prompts
+    may have no images.
 
     Raises:
         WeightError: the weights lack the head of a language model.
@@ -445,6 +446,8 @@ def read_config(folder: Path, options: ModelOptions) -> ModelConfig:
     if options.model_impl == "transformers" and gguf is not None:
         raise ConfigError(f"model_impl='transformers' reads folders with safetensors; {gguf} is a GGUF file")
     config = read_model_config(folder, options.hf_overrides, options.model_impl, options.trust_remote_code)
+    if (options.limit_mm_per_prompt or {}).get("image") == 0:
+        config = replace(config, image_facts=None)
     if config.model_impl != "octavo" or config.head != "lm" or options.load_format == "dummy" or gguf is not None:
         return config
     try:

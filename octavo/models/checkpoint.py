@@ -51,6 +51,17 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class DropPart:
+    """Skips tensors with names that begin with ``prefix``, if the network expects none of such names."""
+
+    prefix: str
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+        unused = not any(name.startswith(self.prefix) for name in shapes)
+        return ((name, tensor) for name, tensor in pairs if not (unused and name.startswith(self.prefix)))
+
+
+@dataclass(frozen=True)
 class Rename:
     """Replaces matches of the pattern in names, as ``re.sub`` does."""
 
@@ -100,12 +111,12 @@ class Unstack:
     """Splits a tensor [experts, rows, columns] by experts, and each of them by rows into equal parts.
 
     ``Unstack("gate_up_proj", ("gate_proj", "up_proj"))`` makes ``experts.0.gate_proj.weight`` and so on of
-    ``experts.gate_up_proj``. ``transposed``: the tensor is [experts, columns, rows].
+    ``experts.gate_up_proj``. ``transposed``: the tensor is [experts, columns, rows]; None: either, as its shape says.
     """
 
     whole: str
     parts: tuple[str, ...]
-    transposed: bool = False
+    transposed: bool | None = False
 
     def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in pairs:
@@ -113,7 +124,11 @@ class Unstack:
             if not matches or not isinstance(tensor, np.ndarray) or tensor.ndim != 3:
                 yield name, tensor
                 continue
-            if self.transposed:
+            transposed = self.transposed
+            if transposed is None:
+                expected = shapes.get(f"{before}experts.0.{self.parts[0]}.weight", (0, tensor.shape[2]))
+                transposed = tensor.shape[2] != expected[1]
+            if transposed:
                 tensor = tensor.transpose(0, 2, 1)
             if tensor.shape[1] % len(self.parts):
                 raise WeightError(f"tensor {name!r} has {tensor.shape[1]} rows, no multiple of {len(self.parts)}")

@@ -22,7 +22,13 @@ from octavo.layers.attention import Attention, LatentAttention
 from octavo.layers.layer import Layer, LayerContext, LayerNorm, RMSNorm
 from octavo.layers.mlp import MLP, GatedMLP, SparseMoE, XieluMLP
 from octavo.layers.states import StateLayer
-from octavo.layers.vocabulary import ClassificationHead, ParallelLMHead, PositionEmbedding, VocabParallelEmbedding
+from octavo.layers.vocabulary import (
+    ClassificationHead,
+    LayerFeatures,
+    ParallelLMHead,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+)
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.network import Network, ResidualReader, Tower, tower_context
 
@@ -184,8 +190,20 @@ class Decoder(Network):
         if config.is_encoder:
             refuse_stages(config, context)
             self.workspace, self.kv_specs = replace(self.kv_specs[0], kind="full", window=None), []
-        if self.is_first and (tower := self.make_tower(config, tower_context(context))) is not None:
-            self.tower = self.attach("tower", tower)
+        #: By the layer before which they are added.
+        self.layer_features: dict[int, LayerFeatures] = {}
+        if self.is_first and config.image_facts is not None:
+            tower = self.make_tower(config, tower_context(context))
+            if tower is not None:
+                self.tower = self.attach("tower", tower)
+            for index in config.image_facts.layers if context.virtual_tokens else ():
+                if index > stage.stop:
+                    raise ConfigError(
+                        f"{config.architecture} adds features of images before layer {index}, which must be in the "
+                        "first pipeline stage: set a smaller pipeline_parallel_size"
+                    )
+                features = LayerFeatures(context, vocab, width)
+                self.layer_features[index] = self.attach(f"layer_features.{index}", features)
         if self.is_last:
             norm = self.make_final_norm(config, context)
             self.norm = None if norm is None else self.attach("model.norm", norm)
@@ -222,6 +240,13 @@ class Decoder(Network):
             assert self.embed_tokens.virtual is not None
             self.kernels.write(self.embed_tokens.virtual[first : first + len(embeddings)], embeddings)
 
+    def set_features(self, first: int, features: np.ndarray) -> None:
+        if self.is_first:
+            embeddings, *others = np.split(features, 1 + len(self.layer_features), axis=1)
+            self.set_virtual_tokens(first, embeddings)
+            for layer, rows in zip(self.layer_features.values(), others, strict=True):
+                self.kernels.write(layer.table[first : first + len(rows)], rows)
+
     def embed(self, token_ids: Array) -> Array:
         return self.embed_tokens(token_ids)
 
@@ -234,12 +259,18 @@ class Decoder(Network):
             residual = self.embed_norm.float32(residual)
         caches = iter(kv_caches)
         for index, layer in zip(self._stage, self.layers, strict=True):
+            residual = self._add_features(index, residual, batch)
             if reader is not None:
                 reader.read(index, residual)
             residual = layer.forward(residual, caches, batch)
+        residual = self._add_features(self._stage.stop, residual, batch)
         if reader is not None:
             reader.read(self._stage.stop, residual)
         return self.norm(residual) if self.is_last and self.norm is not None else residual
+
+    def _add_features(self, index: int, residual: Array, batch: ForwardBatch) -> Array:
+        features = self.layer_features.get(index)
+        return residual if features is None else features.add_to(residual, batch.token_ids)
 
     def logits(self, hidden: Array) -> Array:
         return super().logits(hidden) if self.head is None else self.head(hidden)

@@ -469,7 +469,7 @@ MIXTURE_NAMES: tuple[CheckpointEntry, ...] = (
 )
 
 
-def stacked_experts(*, transposed: bool = False) -> tuple[CheckpointEntry, ...]:
+def stacked_experts(*, transposed: bool | None = False) -> tuple[CheckpointEntry, ...]:
     return (
         Unstack("gate_up_proj", ("gate_proj", "up_proj"), transposed),
         Unstack("down_proj", ("down_proj",), transposed),
@@ -487,8 +487,8 @@ class MixtureForCausalLM(DenseForCausalLM):
     """The decoder of ``MixtureConfig``."""
 
     families: ClassVar[Mapping[str, Family]] = MIXTURES
-    #: Whether tensors of stacked experts have inputs before outputs.
-    transposed_experts: ClassVar[bool] = False
+    #: Whether tensors of stacked experts have inputs before outputs; None: some files have, as their shapes say.
+    transposed_experts: ClassVar[bool | None] = False
 
     def __init__(self, config: MixtureConfig, context: LayerContext) -> None:
         super().__init__(config, context)

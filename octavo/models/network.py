@@ -15,7 +15,7 @@ from octavo.core.dtypes import DType
 from octavo.core.errors import InvalidRequestError
 from octavo.core.model_config import ModelConfig
 from octavo.core.request import ImageInput
-from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.forward_batch import ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Array, AttentionSpec, Kernels, LayerCache, LowRankShape
 from octavo.layers.attention import CrossQueries
 from octavo.layers.layer import Layer, LayerContext, Weight
@@ -144,6 +144,12 @@ class Network(Layer, ABC):
         embedding does nothing.
         """
 
+    def set_features(self, first: int, features: np.ndarray) -> None:
+        """Writes features of images float32 [n, ``ImageFacts.vectors`` * E] as virtual tokens, ids ``vocab_size +
+        first`` on; a stage without the embedding does nothing.
+        """
+        self.set_virtual_tokens(first, features)
+
     @abstractmethod
     def embed(self, token_ids: Array) -> Array:
         """Token ids int64 [T] to the residual stream float32 [T, E]; first stage only."""
@@ -207,11 +213,19 @@ class Tower(Layer, ABC):
         """The pieces of an image; called in a thread beside the steps. Their features follow each other."""
 
     @abstractmethod
-    def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
+    def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array | list[Array]:
         """Rows float32 [T, row_width] to features float32 [N, E]; recorded, and run in parts between steps.
+
+        A list has an array for each of ``ImageFacts.vectors``.
 
         ``caches``: the workspace as group 0 and as group 1, which are different memory.
         """
+
+
+def tower_output(features: Array | list[Array]) -> ForwardOutput:
+    """What ``Tower.features`` returns, as the output of a recorded forward."""
+    first, *others = features if isinstance(features, list) else [features]
+    return ForwardOutput(first, first, layer_features=tuple(others))
 
 
 def tower_context(context: LayerContext) -> LayerContext:

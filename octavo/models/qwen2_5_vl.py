@@ -21,7 +21,17 @@ from octavo.layers.layer import Layer, LayerContext, RMSNorm
 from octavo.layers.linear import MergedColumnParallelLinear
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.rope import RotaryRows, rotary_values
-from octavo.models.checkpoint import CheckpointEntry, Pairs, Rename, Shapes, Split, Tensor, has_values, without_values
+from octavo.models.checkpoint import (
+    CheckpointEntry,
+    DropPart,
+    Pairs,
+    Rename,
+    Shapes,
+    Split,
+    Tensor,
+    has_values,
+    without_values,
+)
 from octavo.models.config_files import ConfigReader, fields_of, read_activation
 from octavo.models.llama import LlamaForCausalLM, LlamaLayer
 from octavo.models.network import Tower, TowerInput
@@ -37,23 +47,30 @@ _VISION_DEFAULTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenVisionConfig(ModelConfig):
+class QwenTowerConfig(ModelConfig):
+    """What the towers of Qwen2.5-VL and Qwen3-VL have in common: positions by line and column, features of squares."""
+
     activation: Activation
     normalisation: Normalisation
-    #: Sides: of a patch in pixels; in patches, of the square that makes a feature; in squares, of a window.
+    #: Sides: of a patch in pixels; in patches, of the square that makes a feature.
     patch_size: int
     merge: int
-    window: int
-    #: Layers without windows.
-    full_layers: frozenset[int]
     #: Width of the features.
     outputs: int
     #: Of the largest image, if the model's files limit it.
     max_patches: int | None
 
 
-def read_qwen_vision(reader: ConfigReader) -> QwenVisionConfig:
-    reader = reader.with_defaults(**_VISION_DEFAULTS)
+@dataclass(frozen=True, kw_only=True)
+class QwenVisionConfig(QwenTowerConfig):
+    #: Side of a window in squares.
+    window: int
+    #: Layers without windows.
+    full_layers: frozenset[int]
+
+
+def read_tower_fields(reader: ConfigReader, family: str, activation: str, patch: int) -> dict[str, Any]:
+    """Fields of ``QwenTowerConfig``; ``activation`` and the side of a ``patch`` are defaults."""
     hidden, heads, layers = reader.positive("hidden_size"), reader.positive("num_heads"), reader.positive("depth")
     if hidden % (4 * heads):
         raise ConfigError(
@@ -61,42 +78,59 @@ def read_qwen_vision(reader: ConfigReader) -> QwenVisionConfig:
         )
     if reader.positive(reader.named("in_channels", "in_chans"), 3) != 3:
         raise ConfigError(f"{reader.file}: the tower must have 3 channels, those of red, green and blue")
-    full = reader.raw["fullatt_block_indexes"]
-    if not isinstance(full, list) or not all(isinstance(i, int) and 0 <= i < layers for i in full):
-        raise ConfigError(f"{reader.file}: fullatt_block_indexes must be a list of layers below {layers}, not {full!r}")
-    patch, merge, window = (
-        reader.positive(name, default)
-        for name, default in (("patch_size", 14), ("spatial_merge_size", 2), ("window_size", 112))
-    )
-    if window < patch * merge:
-        raise ConfigError(f"{reader.file}: window_size must be at least that of a feature ({patch * merge}): {window}")
+    patch = reader.positive("patch_size", patch)
     theta = ConfigReader(reader.table("rope_parameters"), reader.file).number("rope_theta", 10000.0)
     max_patches = None
     with suppress(ConfigError):  # it is reported when images are processed
         max_patches = pixel_bounds(read_settings(reader.file.parent, {}))[1] // patch**2
-    return QwenVisionConfig(
-        architecture="vision tower",
-        vocab_size=0,
-        hidden_size=hidden,
-        intermediate_size=reader.positive("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        max_position=_MAX_SIDE,
-        rope=RopeConfig(theta=theta),
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        activation=read_activation(reader, "hidden_act", "silu"),
-        normalisation=read_pixels(replace(reader, raw={}), "qwen2_5_vl"),
-        patch_size=patch,
-        merge=merge,
-        window=window // merge // patch,
-        full_layers=frozenset(full),
-        outputs=reader.positive("out_hidden_size"),
-        max_patches=max_patches,
-    )
+    return {
+        "architecture": "vision tower",
+        "vocab_size": 0,
+        "hidden_size": hidden,
+        "intermediate_size": reader.positive("intermediate_size"),
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
+        "max_position": _MAX_SIDE,
+        "rope": RopeConfig(theta=theta),
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "activation": read_activation(reader, "hidden_act", activation),
+        "normalisation": read_pixels(replace(reader, raw={}), family),
+        "patch_size": patch,
+        "merge": reader.positive("spatial_merge_size", 2),
+        "outputs": reader.positive("out_hidden_size"),
+        "max_patches": max_patches,
+    }
+
+
+def read_layer_numbers(reader: ConfigReader, name: str, layers: int) -> list[int]:
+    """A list of layers of the tower."""
+    numbers = reader.raw[name]
+    if not isinstance(numbers, list | tuple) or not all(isinstance(i, int) and 0 <= i < layers for i in numbers):
+        raise ConfigError(f"{reader.file}: {name} must be a list of layers below {layers}, not {numbers!r}")
+    return [*numbers]
+
+
+def read_qwen_vision(reader: ConfigReader) -> QwenVisionConfig:
+    reader = reader.with_defaults(**_VISION_DEFAULTS)
+    fields = read_tower_fields(reader, "qwen2_5_vl", "silu", 14)
+    full = read_layer_numbers(reader, "fullatt_block_indexes", fields["num_layers"])
+    window, patch, merge = reader.positive("window_size", 112), fields["patch_size"], fields["merge"]
+    if window < patch * merge:
+        raise ConfigError(f"{reader.file}: window_size must be at least that of a feature ({patch * merge}): {window}")
+    return QwenVisionConfig(window=window // merge // patch, full_layers=frozenset(full), **fields)
+
+
+def check_sides(image: ImageInput, config: QwenTowerConfig) -> None:
+    """Raises InvalidRequestError unless an image consists of whole features."""
+    unit, largest = config.merge * config.patch_size, _MAX_SIDE * config.patch_size
+    if not all(0 < side <= largest and side % unit == 0 for side in (image.height, image.width)):
+        raise InvalidRequestError(
+            f"sides of images must be multiples of {unit} and at most {largest}, not {image.height} x {image.width}"
+        )
 
 
 @dataclass(frozen=True)
@@ -118,6 +152,7 @@ class SumFrames:
 
 QWEN_VISION_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"^(model\.)?visual\.", "tower."),
+    DropPart("tower."),
     Rename(r"^tower\.patch_embed\.proj\.", "tower.patches."),
     SumFrames("tower.patches.weight"),
     Rename(r"^tower\.blocks\.(\d+)\.norm1\.", r"tower.layers.\1.input_layernorm."),
@@ -183,12 +218,8 @@ class QwenTower(Tower):
         self.workspace = self.layers[0].attention.kv_spec
 
     def prepare(self, image: ImageInput) -> list[TowerInput]:
+        check_sides(image, self.config)
         config, size, square = self.config, self.config.patch_size, self.config.merge**2
-        unit, largest = config.merge * size, _MAX_SIDE * size
-        if not all(0 < side <= largest and side % unit == 0 for side in (image.height, image.width)):
-            raise InvalidRequestError(
-                f"sides of images must be multiples of {unit} and at most {largest}, not {image.height} x {image.width}"
-            )
         lines, columns = image.height // size, image.width // size
         order, lens = _windows(lines // config.merge, columns // config.merge, config.window)
         places = np.stack(patch_places(lines, columns, config.merge))
@@ -247,27 +278,34 @@ class Qwen25VLForConditionalGeneration(LlamaForCausalLM):
         if reader.raw.get("tie_word_embeddings") is not None:
             fields.pop("tie_word_embeddings", None)  # that of the whole counts
         text_reader = replace(reader, raw=reader.raw | fields).with_defaults(**_DEFAULTS)
-        text_reader, sections = _without_sections(text_reader)
+        text_reader, sections = without_sections(text_reader, (16, 24, 24))
         text = LlamaForCausalLM.read_config("Qwen2ForCausalLM", text_reader)
-        if len(sections) != 3 or 2 * sum(sections) != text.head_dim:
-            half = text.head_dim // 2
-            raise ConfigError(f"{reader.file}: the three numbers of mrope_section must sum to {half}: {list(sections)}")
+        check_sections(reader, sections, text.head_dim // 2)
         vision = read_qwen_vision(replace(reader, raw=reader.table("vision_config")))
-        if vision.outputs != text.hidden_size:
-            raise ConfigError(
-                f"{reader.file}: out_hidden_size ({vision.outputs}) must be hidden_size ({text.hidden_size})"
-            )
+        check_outputs(reader, vision, text)
         facts = ImageFacts("qwen2_5_vl", reader.positive("image_token_id", 151655))
         changes = {"architecture": architecture, "image_facts": facts, "rope": replace(text.rope, sections=sections)}
         return Qwen25VLConfig(vision=vision, **(fields_of(text) | changes))
 
 
-def _without_sections(reader: ConfigReader) -> tuple[ConfigReader, tuple[int, ...]]:
-    """The reader with a plain RoPE, and the sections of a head."""
+def without_sections(reader: ConfigReader, default: tuple[int, ...]) -> tuple[ConfigReader, tuple[int, ...]]:
+    """The reader with a plain RoPE, and mrope_section, the sections of a head."""
     rope: dict[str, Any] = reader.table("rope_parameters") or reader.table("rope_scaling")
-    sections = rope.pop("mrope_section", (16, 24, 24))
+    sections = rope.pop("mrope_section", None) or default
     if not isinstance(sections, list | tuple) or not all(isinstance(size, int) and size >= 0 for size in sections):
         raise ConfigError(f"{reader.file}: mrope_section must be a list of numbers of pairs, not {sections!r}")
     # The name that transformers 4 has for rows that are not scaled.
     rope.update({name: "default" for name in ("type", "rope_type") if rope.get(name) == "mrope"})
+    rope.pop("mrope_interleaved", None)
     return replace(reader, raw=reader.raw | {"rope_parameters": rope, "rope_scaling": None}), tuple(sections)
+
+
+def check_sections(reader: ConfigReader, sections: tuple[int, ...], pairs: int) -> None:
+    """Raises ConfigError unless there are three sections, of all ``pairs`` that are rotated."""
+    if len(sections) != 3 or sum(sections) != pairs:
+        raise ConfigError(f"{reader.file}: the three numbers of mrope_section must sum to {pairs}: {list(sections)}")
+
+
+def check_outputs(reader: ConfigReader, vision: QwenTowerConfig, text: ModelConfig) -> None:
+    if vision.outputs != text.hidden_size:
+        raise ConfigError(f"{reader.file}: out_hidden_size ({vision.outputs}) must be hidden_size ({text.hidden_size})")

@@ -15,7 +15,7 @@ from octavo.core.plan import NewSequence
 from octavo.core.request import Feature, ImageInput
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Array, Kernels, LayerCache, PartedForward
-from octavo.models.network import Network, Tower, TowerInput
+from octavo.models.network import Network, Tower, TowerInput, tower_output
 from octavo.runner.input_batch import FlatInputs, Int64Array, StepInputs, flat_arrays, offsets_of, workspace_tables
 from octavo.runner.preparers import Preparer
 from octavo.runner.row_feature import RowFeature
@@ -52,12 +52,15 @@ class TowerRunner:
         self._forward.begin(self._device.to_device(self._flatten(piece), ()))
 
     def advance(self, seconds: float) -> np.ndarray | None:
-        """Computes for about ``seconds``; the piece's features, float32 [N, E], when they are complete."""
+        """Computes for about ``seconds``; the piece's features, float32 [N, ``ImageFacts.vectors`` * E], when they are
+        complete.
+        """
         assert self._forward is not None
         output = self._forward.advance(seconds)
         if output is None:
             return None
-        return self._kernels.to_numpy(output.logits).astype(np.float32, copy=True)
+        vectors = [self._kernels.to_numpy(x) for x in (output.logits, *output.layer_features)]
+        return np.concatenate(vectors, axis=1, dtype=np.float32)
 
     def _capture(self, piece: TowerInput) -> PartedForward:
         rows, segments = self._size.tokens or _LEAST_ROWS, self._size.sequences or 1
@@ -73,8 +76,7 @@ class TowerRunner:
         tower, values = weakref.proxy(self._tower), self._rows
 
         def forward(batch: ForwardBatch) -> ForwardOutput:
-            features = tower.features(values[: len(batch.token_ids)], batch, caches)
-            return ForwardOutput(features, features)  # logits are the part of the output that the caller gets
+            return tower_output(tower.features(values[: len(batch.token_ids)], batch, caches))
 
         return self._kernels.capture_parts(forward, self._size)
 
@@ -116,7 +118,9 @@ class _Job:
 
 
 class ImagePreparer(Preparer):
-    """Computes and keeps the features of images: float32 [features, E] each; nothing on a stage without tower."""
+    """Computes and keeps features of images: float32 [features, ``ImageFacts.vectors`` * E] each; nothing on a stage
+    without tower.
+    """
 
     computes = True
 
@@ -234,7 +238,7 @@ class ImageTokens(RowFeature):
                     sees_until[rows] = feature.offset + feature.length - 1
                     inputs.has_spans = True
         if parts:
-            self._loaded.network.set_virtual_tokens(first_row, np.concatenate(parts))
+            self._loaded.network.set_features(first_row, np.concatenate(parts))
 
 
 class RotaryPositions(RowFeature):

@@ -236,7 +236,7 @@ class LoadedModel:
         if self.config.is_encoder:  # a text that is longer than a step has one of its own
             return BatchSize(max(tokens, max_model_len), sequences, sequences, max_model_len, options.block_size)
         cross_blocks = -(-(self.config.longest_input(max_model_len) or 0) // options.block_size)
-        groups, axes = len(self.layers.groups), len(self.config.rope.sections)
+        groups, axes = len(self.layers.groups), self.config.rope.axes
         # Every token may be sampled at, where drafts are verified.
         return BatchSize(tokens, sequences, tokens, max_model_len, options.block_size, groups, cross_blocks, axes)
 

@@ -1,7 +1,9 @@
-"""Prompts of Qwen2.5-VL with images of unlike sizes: equal to transformers, and the same bits however they are cut."""
+"""Images in Qwen2.5-VL, Qwen3-VL and Qwen3.5: equal to transformers, and the same bits however prompts are cut."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.core.errors import InvalidRequestError
 from octavo.models.vision import patch_rows
-from tests.image_models import picture, save_qwen2_5_vl
+from tests.image_models import picture, save_qwen2_5_vl, save_qwen3_5, save_qwen3_vl
 from tests.models.tower_harness import CLIP_PIXELS
 from tests.whole_outputs import all_of
 
@@ -55,10 +58,14 @@ def theirs(pixels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_equal_to_transformers(saved: tuple[Path, Any], at_once: list[RequestOutput]) -> None:
-    folder, model = saved
+    check_against_transformers(*saved, at_once)
+
+
+def check_against_transformers(folder: Path, model: Any, outputs: list[RequestOutput]) -> None:
+    """Greedy tokens and their logprobs."""
     images = load(folder).llm_engine.front_end.inputs.image_prompts
     assert images is not None
-    for prompt, output in zip(PROMPTS, at_once, strict=True):
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
         pictures = prompt.get("multi_modal_data", {}).get("image", [])
         pictures = pictures if isinstance(pictures, list) else [pictures]
         sizes = [images.processor.process(each).image.array()[0] for each in pictures]
@@ -110,6 +117,18 @@ def test_the_same_bits(saved: tuple[Path, Any], at_once: list[RequestOutput], op
         assert sum(output.metrics.num_preemptions for output in again) > 0
 
 
+@pytest.mark.parametrize("save", [save_qwen2_5_vl, save_qwen3_vl, save_qwen3_5])
+def test_prompts_without_images_need_no_tower(save: Callable[[Path], Any], tmp_path: Path) -> None:
+    save(tmp_path)
+    text, images = PROMPTS[3], PROMPTS[0]
+    [expected] = load(tmp_path).generate(text, GREEDY, use_tqdm=False)
+    llm = load(tmp_path, limit_mm_per_prompt={"image": 0})
+    assert all_of(llm.generate(text, GREEDY, use_tqdm=False)) == all_of([expected])
+    assert llm.llm_engine.front_end.inputs.image_prompts is None
+    with pytest.raises(InvalidRequestError):
+        llm.generate(images, GREEDY, use_tqdm=False)
+
+
 def test_pictures_of_the_same_tokens_and_other_sides_are_told_apart(saved: tuple[Path, Any]) -> None:
     llm = load(saved[0], block_size=4)
     prompt = f"{PLACE}what is this?"
@@ -140,3 +159,48 @@ def test_children_of_a_prompt_go_on_at_its_positions(saved: tuple[Path, Any], at
     [single] = load(saved[0]).generate(PROMPTS[1], alone, use_tqdm=False)
     assert forked.outputs[1].token_ids == single.outputs[0].token_ids
     assert forked.outputs[1].cumulative_logprob == single.outputs[0].cumulative_logprob
+
+
+QWEN3: dict[str, Callable[[Path], Any]] = {
+    "qwen3_vl": save_qwen3_vl,
+    "qwen3_vl_moe": partial(save_qwen3_vl, experts=True),
+    "qwen3_5": save_qwen3_5,
+}
+
+
+@pytest.fixture(scope="module", params=QWEN3)
+def qwen3(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any, list[RequestOutput]]:
+    """A model of the family, and each prompt in one step."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = QWEN3[request.param](folder)
+    return folder, model, load(folder).generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_qwen3_is_equal_to_transformers(qwen3: tuple[Path, Any, list[RequestOutput]]) -> None:
+    check_against_transformers(*qwen3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 9, "block_size": 5, "enable_prefix_caching": False, "image_step_ms": 0.001},
+        {"num_gpu_blocks_override": 48, "block_size": 4, "watermark": 0.0, "preemption_mode": "recompute"},
+        pytest.param({"tensor_parallel_size": 2, "max_num_batched_tokens": 40}, marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2, "max_num_batched_tokens": 40}, marks=pytest.mark.slow),
+    ],
+    ids=["small chunks", "recompute", "two ranks", "two stages"],
+)
+def test_qwen3_has_the_same_bits(qwen3: tuple[Path, Any, list[RequestOutput]], options: dict[str, Any]) -> None:
+    folder, model, at_once = qwen3
+    if "layer_types" in model.config.text_config.to_dict():  # states are kept every so many tokens
+        options = {**options, "state_checkpoint_tokens": 2 * options.get("block_size", 16)}
+        if "watermark" in options:  # a block of keys and values stands for many of such numbers
+            options["num_gpu_blocks_override"] = 9
+    llm = load(folder, **options)
+    assert all_of(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == all_of(at_once)
+    again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert all_of(again) == all_of(at_once)
+    if "watermark" in options:
+        assert sum(output.metrics.num_preemptions for output in again) > 0

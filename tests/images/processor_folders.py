@@ -41,6 +41,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "image_token_id": 151655,
         "vision_config": {"patch_size": 14, "spatial_merge_size": 2},
     },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "image_token_id": 151655,
+        "vision_config": {"patch_size": 16, "spatial_merge_size": 2},
+    },
 }
 #: preprocessor_config.json.
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -90,6 +95,15 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "merge_size": 2,
         "image_mean": CLIP_MEAN,
         "image_std": CLIP_STD,
+    },
+    "qwen3_vl": {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
     },
 }
 

@@ -51,7 +51,10 @@ CLASSES = {
     "smolvlm": ("smolvlm.image_processing_pil_smolvlm", "SmolVLMImageProcessorPil"),
     "gemma3": ("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil"),
     "qwen2_5_vl": ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
+    "qwen3_vl": ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil"),
 }
+#: Sides of patches of the families whose images are rows of patches.
+PATCHES = {"qwen2_5_vl": 14, "qwen3_vl": 16}
 
 
 def peer(folder: Path, module: str, name: str) -> Any:
@@ -59,12 +62,13 @@ def peer(folder: Path, module: str, name: str) -> Any:
     return cls(**json.loads((folder / "preprocessor_config.json").read_text()))
 
 
-def patches(pixels: np.ndarray) -> np.ndarray:
-    """Qwen's rows of a normalised image [height, width, 3]: patches of 14, 2 x 2 of them beside each other, twice."""
+def patches(pixels: np.ndarray, patch: int) -> np.ndarray:
+    """Qwen's rows of a normalised image [height, width, 3]: 2 x 2 patches beside each other, twice."""
     height, width, _ = pixels.shape
-    cut = pixels.reshape(height // 28, 2, 14, width // 28, 2, 14, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    side = 2 * patch
+    cut = pixels.reshape(height // side, 2, patch, width // side, 2, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
     twice = np.repeat(cut[:, :, :, :, :, None], 2, axis=5)
-    return twice.reshape(-1, 3 * 2 * 14 * 14)
+    return twice.reshape(-1, 3 * 2 * patch**2)
 
 
 def check_against_peer(folder: Path, config: dict[str, Any], image: np.ndarray, reference: Any, family: str) -> None:
@@ -72,8 +76,8 @@ def check_against_peer(folder: Path, config: dict[str, Any], image: np.ndarray, 
     rows = normalisation_of(read_settings(folder, config)).rows(processed.image.array())
     expected = reference(image, return_tensors="np", input_data_format="channels_last", **ROWS.get(family, {}))
     values = expected["pixel_values"]
-    if family == "qwen2_5_vl":
-        assert np.array_equal(patches(rows[0]), values)
+    if family in PATCHES:
+        assert np.array_equal(patches(rows[0], PATCHES[family]), values)
         grid = expected["image_grid_thw"][0]
         assert processed.grid == (1, grid[1] // 2, grid[2] // 2)
     else:
@@ -94,6 +98,7 @@ FEATURES = {
     "smolvlm": "<image>",
     "gemma3": "<image_soft_token>",
     "qwen2_5_vl": "<|image_pad|>",
+    "qwen3_vl": "<|image_pad|>",
 }
 
 
@@ -135,6 +140,11 @@ def expected_expansion(family: str, inputs: Any) -> str:
             "Qwen2_5_VLProcessor",
             {"image_token": "<|image_pad|>", "image_processor": SimpleNamespace(merge_size=2)},
         ),
+        "qwen3_vl": (
+            "qwen3_vl.processing_qwen3_vl",
+            "Qwen3VLProcessor",
+            {"image_token": "<|image_pad|>", "image_processor": SimpleNamespace(merge_size=2)},
+        ),
     }
     module, name, members = families[family]
     cls = getattr(importlib.import_module(f"transformers.models.{module}"), name)
@@ -171,6 +181,7 @@ def test_random_sizes_are_those_of_transformers(family: str, tmp_path: Path) -> 
         "smolvlm": {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}},
         "gemma3": {"size": {"height": 56, "width": 56}},
         "qwen2_5_vl": {"min_pixels": 3136, "max_pixels": 20000},
+        "qwen3_vl": {"size": {"shortest_edge": 4096, "longest_edge": 26000}},
     }
     folder, config = write_folder(tmp_path, family, **small[family])
     reference = peer(folder, *CLASSES[family])
@@ -185,8 +196,8 @@ def test_random_sizes_are_those_of_transformers(family: str, tmp_path: Path) -> 
         processed = processor.process(image)
         rows = normalisation.rows(processed.image.array())
         values = reference(image, return_tensors="np", input_data_format="channels_last")["pixel_values"]
-        if family == "qwen2_5_vl":
-            assert np.array_equal(patches(rows[0]), values)
+        if family in PATCHES:
+            assert np.array_equal(patches(rows[0], PATCHES[family]), values)
         else:
             values = values.reshape(-1, *values.shape[-3:])
             assert np.array_equal(rows, values.transpose(0, 2, 3, 1))
@@ -225,12 +236,14 @@ def test_a_missing_setting_is_the_one_of_the_family(family: str, tmp_path: Path)
     (folder / "preprocessor_config.json").write_text("{}")
     if family in ("smolvlm",):
         config = {**config, "vision_config": {"patch_size": 13}, "scale_factor": 4}
+    if family == "qwen3_vl":  # whose processor has the patches of Qwen2-VL then, and the network's are not known
+        (folder / "preprocessor_config.json").write_text('{"patch_size": 16}')
     reference = peer(folder, *CLASSES[family])
     processed = read_image_processor(folder, config).process(scene(120, 333))
     rows = normalisation_of(read_settings(folder, config)).rows(processed.image.array())
     values = reference(scene(120, 333), return_tensors="np", input_data_format="channels_last")["pixel_values"]
-    if family == "qwen2_5_vl":
-        assert np.array_equal(patches(rows[0]), values)
+    if family in PATCHES:
+        assert np.array_equal(patches(rows[0], PATCHES[family]), values)
     else:
         assert np.array_equal(rows, values.reshape(-1, *values.shape[-3:]).transpose(0, 2, 3, 1))
 
@@ -253,7 +266,7 @@ def test_texts_of_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     assert processed.expansion == "\n\n<boi>" + "<s>" * 256 + "<eoi>\n\n"
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl"])
 def test_images_that_are_too_long_are_refused(family: str, tmp_path: Path) -> None:
     processor = read_image_processor(*write_folder(tmp_path, family))
     processor.process(scene(1, 200))
@@ -299,6 +312,7 @@ def test_processors_travel_as_data(family: str, tmp_path: Path) -> None:
         ("idefics3", {"size": {"height": 3, "width": 4}}, "size must have longest_edge"),
         ("idefics3", {"do_image_splitting": "yes"}, "do_image_splitting must be true or false, not 'yes'"),
         ("qwen2_5_vl", {"patch_size": 16}, "patch_size is 16, but the network's"),
+        ("qwen3_vl", {"patch_size": 14}, "patch_size is 14, but the network's"),
         ("qwen2_5_vl", {"min_pixels": 1000, "max_pixels": 900}, "1000 to 900 pixels are no bounds"),
         ("qwen2_5_vl", {"min_pixels": -1}, "min_pixels must be an integer from 1"),
     ],

@@ -141,7 +141,7 @@ def test_embedding_begins_the_residual_stream_in_float32(kernels: Any) -> None:
     assert torch.equal(kernels.embedding(torch.tensor([3, 10]), table), table[[3, 10]].float())
 
 
-@pytest.mark.parametrize("sections", [(), (8, 12, 12)])
+@pytest.mark.parametrize("sections", [(), (8, 12, 12), (1,) * 30 + (2,)])
 @pytest.mark.parametrize("tokens", [1, 5, 300])
 def test_rotary_and_cache_at_once_and_recorded(kernels: Any, tokens: int, sections: tuple[int, ...]) -> None:
     """One loop over the tokens: on its own, and recorded with a norm of heads before it, as some networks have."""
@@ -160,7 +160,7 @@ def test_rotary_and_cache_at_once_and_recorded(kernels: Any, tokens: int, sectio
     q, k = kernels.rms_norm(q, weight, 1e-6), kernels.rms_norm(k, weight, 1e-6)
     positions = batch.positions
     if sections:
-        positions = batch.rotary_positions = torch.randint(512, (len(sections), tokens))
+        positions = batch.rotary_positions = torch.randint(512, (3, tokens))
     q, k = kernels.rotary(q, k, positions, table, sections)
     kernels.reshape_and_cache(k, v, expected, batch.slot_mapping[0])
 
@@ -172,7 +172,7 @@ def test_rotary_and_cache_at_once_and_recorded(kernels: Any, tokens: int, sectio
 
     assert torch.equal(forward(qkv.clone(), batch, cache), q)
     static = torch.zeros(400, heads + 2 * kv_heads, head_dim).bfloat16()
-    largest = BatchSize(400, 1, 1, 400, 16, rotary_axes=len(sections))
+    largest = BatchSize(400, 1, 1, 400, 16, rotary_axes=3 if sections else 0)
     replay = kernels.capture(lambda step: ForwardOutput(forward(static[: len(static)], step, recorded)), largest)
     static[:tokens] = qkv
     assert torch.equal(replay(batch).hidden, q)

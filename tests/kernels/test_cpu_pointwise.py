@@ -233,13 +233,20 @@ def test_rotary(tokens: int, heads: int, kv_heads: int, half: int, rest: int, dt
 
 
 @settings(max_examples=60, deadline=None)
-@given(row_counts, st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any), st.booleans(), dtypes, seeds)
+@given(
+    row_counts,
+    st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any),
+    st.integers(1, 4),
+    st.booleans(),
+    dtypes,
+    seeds,
+)
 def test_rotary_sections_turn_as_whole_heads_of_each_position(
-    tokens: int, sections: list[int], equal: bool, dtype: torch.dtype, seed: int
+    tokens: int, sections: list[int], axes: int, equal: bool, dtype: torch.dtype, seed: int
 ) -> None:
-    """Bit for bit: the pairs of a section are those of a head that is rotated by the section's position alone."""
+    """Bit for bit: the pairs of a section are those of a head that is rotated by the position of its axis alone."""
     heads, kv_heads, half = 3, 2, sum(sections)
-    positions = torch.randint(50, (len(sections), tokens), generator=torch.Generator().manual_seed(seed))
+    positions = torch.randint(50, (axes, tokens), generator=torch.Generator().manual_seed(seed))
     if equal:
         positions[:] = positions[:1].clone()
     cos_sin = randn(seed + 1, 50, 2 * half)
@@ -249,14 +256,15 @@ def test_rotary_sections_turn_as_whole_heads_of_each_position(
         q, k = qkv.split([heads, kv_heads], dim=1)
         sizes = heads, kv_heads, 2 * half, 2 * half
         both = q.data_ptr(), qkv.stride(0), k.data_ptr(), qkv.stride(0)
-        op = _cpu.rotary(*both, *sizes, cos_sin.data_ptr(), DTYPES[dtype], sections=sections)
+        op = _cpu.rotary(*both, *sizes, cos_sin.data_ptr(), DTYPES[dtype], sections=sections, axes=axes)
         if sections:
             op.run(_cpu.Step(tokens, rotary_positions=positions.data_ptr(), rotary_stride=positions.stride(0)))
         else:
             run(op, tokens, positions=positions)
         return qkv.unflatten(2, (2, half))
 
-    parts = [rotated(axis.contiguous(), []).split(sections, dim=3)[i] for i, axis in enumerate(positions)]
+    whole = [rotated(axis.contiguous(), []).split(sections, dim=3) for axis in positions]
+    parts = [whole[i % axes][i] for i in range(len(sections))]
     assert torch.equal(rotated(positions, sections), torch.cat(parts, dim=3))
 
 

@@ -290,16 +290,16 @@ def test_rotary_turns_pairs_half_a_rotation_apart(
     assert torch.equal(v, untouched)
 
 
-def test_sections_of_a_head_turn_by_positions_of_their_own() -> None:
+@pytest.mark.parametrize("sections", [(2, 3, 1), (1, 1, 1, 1, 1, 0, 1)])
+def test_sections_of_a_head_turn_by_positions_of_their_own(sections: tuple[int, ...]) -> None:
     """Bit for bit as a head that is rotated by each position alone; positions of text are equal."""
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb
 
-    sections = (2, 3, 1)
     positions, angles = torch.randint(0, 50, (3, 7)), torch.rand(50, 6) * 6
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     q, k = torch.randn(7, 4, 12), torch.randn(7, 2, 12)
     rotated = KERNELS.rotary(q.clone(), k.clone(), positions, table, sections)
-    parts = torch.cat([angles[axis].split(sections, dim=1)[i] for i, axis in enumerate(positions)], dim=1)
+    parts = torch.cat([angles[positions[i % 3]].split(sections, dim=1)[i] for i in range(len(sections))], dim=1)
     whole = torch.cat((parts, parts), dim=1)[None]
     want = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], whole.cos(), whole.sin())
     for ours, theirs in zip(rotated, want, strict=True):

@@ -26,7 +26,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.layer import LayerContext
 from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
-from octavo.models.network import Network, Tower, TowerInput
+from octavo.models.network import Network, Tower, TowerInput, tower_output
 
 
 def backends() -> Iterator[Kernels]:
@@ -94,20 +94,20 @@ class TowerDriver:
         return cls(network.tower, kernels, **options)
 
     def _forward(self, batch: ForwardBatch) -> ForwardOutput:
-        return ForwardOutput(self.tower.features(self.rows[: len(batch.token_ids)], batch, self.caches))
+        return tower_output(self.tower.features(self.rows[: len(batch.token_ids)], batch, self.caches))
 
     def features(self, pieces: Sequence[TowerInput]) -> Tensor:
-        """float32 [features of all pieces, E]."""
+        """float32 [features of all pieces, ``ImageFacts.vectors`` * E]."""
         return torch.cat([self._of_piece(piece) for piece in pieces])
 
     def _of_piece(self, piece: TowerInput) -> Tensor:
         with self.kernels.mode():
             self.kernels.write(self.rows[: len(piece.rows)], piece.rows)
-            # A recorded forward returns as many rows as there are tokens.
-            rows = self.forward(self.batch(piece)).hidden[: len(piece.feature_rows)]
-            features = self.kernels.to_numpy(rows)
+            output = self.forward(self.batch(piece))
+            vectors = [self.kernels.to_numpy(x) for x in (output.logits, *output.layer_features)]
+            features = np.concatenate(vectors, axis=1)
         assert features.dtype == np.float32
-        return torch.from_numpy(features.copy())
+        return torch.from_numpy(features)
 
     def batch(self, piece: TowerInput) -> ForwardBatch:
         """The batch of one piece: see ``Tower``."""
@@ -169,7 +169,7 @@ class ImagePrompts:
         self.config, self.facts = config, config.image_facts
         self.groups = group_layers(self.network.kv_specs)
         self.caches = kernels.make_cache(self.groups, [blocks] * len(self.groups), block_size)
-        axes = len(config.rope.sections)
+        axes = config.rope.axes
         self.size = BatchSize(256, 8, 256, blocks * block_size, block_size, len(self.groups), rotary_axes=axes)
         self.forward = kernels.capture(self._forward, self.size)
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
@@ -187,7 +187,7 @@ class ImagePrompts:
         assert is_image.sum() == len(features)
         ids[is_image] = self.config.vocab_size + np.arange(len(features))
         with self.kernels.mode():
-            self.network.set_virtual_tokens(0, features.numpy())
+            self.network.set_features(0, features.numpy())
         until = self._until(is_image) if self.facts.is_whole else None
         table = [self._free.pop() for _ in range(-(-len(ids) // self.block_size))]
         parts: list[Tensor] = []

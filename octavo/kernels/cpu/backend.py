@@ -327,7 +327,7 @@ class CpuKernels(Kernels):
         op = cpu.rotary(
             *strided(q), *strided(k), q.shape[1], k.shape[1], q.shape[2], cos_sin.shape[1], cos_sin.address,
             DTYPES[q.dtype],
-            sections=list(sections),
+            sections=list(sections), axes=positions.shape[0] if sections else 0,
         )  # fmt: skip
         if sections:
             self.runner.run(op, q, rotary_positions=positions.address, rotary_stride=positions.strides[0])

@@ -270,9 +270,11 @@ _PROGRAM_ELEMENTS = 2048
 
 
 class Sections(NamedTuple):
-    """The sections of a head as an argument of the kernel: their number, and the first pair of each but the first."""
+    """The sections of a head as an argument of the kernel, which follow the axes of positions in turn."""
 
-    number: int
+    axes: int
+    #: Number of sections of one pair before the others, and the first pair of each of the others but the first.
+    single: int
     second: int
     third: int
     fourth: int
@@ -288,7 +290,7 @@ class Queries(NamedTuple):
     token_stride: int
     head_stride: int
     cos_sin_stride: int
-    #: Elements between the positions of consecutive sections.
+    #: Elements between the positions of consecutive axes.
     axis_stride: int
 
 
@@ -305,7 +307,7 @@ def rotary_and_cache(
     """See ``Kernels.rotary`` and ``Kernels.reshape_and_cache``; returns q rotated, contiguous.
 
     q, k and v may be views of one tensor, and are not changed. k and v are rounded to q's type before they are written
-    to the cache. There are at most four sections.
+    to the cache. There are at most four sections behind those of one pair each.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     queries = Queries(q, out, positions, cos_sin, q.stride(0), q.stride(1), cos_sin.stride(0), positions.stride(0))
@@ -338,8 +340,14 @@ def _launch(
     kv_tile = min(triton.next_power_of_2(kv_heads), max(1, _PROGRAM_ELEMENTS // (group * dim)))
     kv_tile = 1 << (kv_tile.bit_length() - 1)
     tile = triton.next_power_of_2(kv_tile * group)
-    starts = [*itertools.accumulate(sections)][:-1]
-    section_starts = Sections(len(sections), *starts, *[sum(sections)] * (3 - len(starts)))
+    axes = 0 if queries is None or not sections else len(queries.positions)
+    single = 0 if len(sections) <= max(axes, 4) else len([*itertools.takewhile(lambda pairs: pairs == 1, sections)])
+    ends = [*itertools.accumulate(sections[single:], initial=single)][1:]
+    if len(ends) > 4:
+        raise ConfigError(
+            f"the triton backend has at most four rotary sections behind those of one pair: {[*sections]}"
+        )
+    section_starts = Sections(axes, single, *ends[:-1], *[sum(sections)] * (3 - len(ends[:-1])))
     _rotary_and_cache_kernel[(tokens, triton.cdiv(kv_heads, kv_tile))](
         queries, k, v, slots, cache.argument, *k.stride()[:2], *v.stride()[:2],
         GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROTATED=rotated, SECTIONS=section_starts,
@@ -360,8 +368,9 @@ def _rotary_and_cache_kernel(
     dims = tl.arange(0, DIM)
     if ROTATED > 0:
         angles = tl.where(dims < ROTATED // 2, dims, dims - ROTATED // 2)
-        if SECTIONS.number > 0:
+        if SECTIONS.axes > 0:
             axis = (angles >= SECTIONS.second).to(tl.int64) + (angles >= SECTIONS.third) + (angles >= SECTIONS.fourth)
+            axis = tl.where(angles < SECTIONS.single, angles, SECTIONS.single + axis) % SECTIONS.axes
             at = queries.positions + axis * queries.axis_stride + token
             row = queries.cos_sin + tl.load(at, mask=dims < ROTATED, other=0) * queries.cos_sin_stride
         else:

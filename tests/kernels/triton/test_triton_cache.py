@@ -140,18 +140,32 @@ def test_quantised_writes_are_the_nearest_numbers(dtype: torch.dtype) -> None:
     half=st.integers(1, 6),
     rest=st.integers(0, 3),
     cuts=st.lists(st.integers(0, 6), max_size=3),
+    single=st.sampled_from((0, 0, 5, 6)),
     seed=st.integers(0, 99),
 )
 def test_rotation_is_the_reference_s(
-    dtype: torch.dtype, tokens: int, kv_heads: int, group: int, half: int, rest: int, cuts: list[int], seed: int
+    dtype: torch.dtype,
+    tokens: int,
+    kv_heads: int,
+    group: int,
+    half: int,
+    rest: int,
+    cuts: list[int],
+    single: int,
+    seed: int,
 ) -> None:
-    """With as many sections of a head as ``cuts`` and one more, or none without them."""
+    """With as many sections of a head as ``cuts`` and one more, or none without them; or with three axes, and
+    sections of one pair before those.
+    """
     generator = torch.Generator().manual_seed(seed)
-    head_dim, heads, block_size = 2 * half + rest, group * kv_heads, 3
-    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
     ends = sorted(min(cut, half) for cut in cuts)
     sections = [end - start for start, end in zip([0, *ends], [*ends, half], strict=True)] if cuts else []
-    positions = torch.randint(0, 50, (len(sections), tokens) if cuts else (tokens,), generator=generator)
+    axes = len(sections)
+    if single:
+        sections, half, axes = [1] * single + (sections or [half]), half + single, 3
+    head_dim, heads, block_size = 2 * half + rest, group * kv_heads, 3
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
+    positions = torch.randint(0, 50, (axes, tokens) if axes else (tokens,), generator=generator)
     angles = torch.rand(50, half, generator=generator) * 6
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     slots = torch.randperm(4 * block_size, generator=generator)[:tokens]

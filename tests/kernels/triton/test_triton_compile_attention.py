@@ -50,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "rotary": {"call": "rotary"},
     "rotary fp8": {"call": "rotary", "cache_dtype": "float8_e4m3fn"},
     "rotary sections": {"call": "rotary", "sections": (16, 24, 24)},
+    "rotary sections, interleaved": {"call": "rotary", "sections": (1,) * 60 + (4,)},
     "cache int8": {"call": "reshape", "cache_dtype": "int8"},
     "copy": {"call": "copy"},
 }
@@ -126,7 +127,7 @@ def launch(
     q, k, v = qkv.split([kv_heads * group, kv_heads, kv_heads], dim=1)
     slots, positions = torch.zeros(2, 3 * each, dtype=torch.int64)
     if call == "rotary":
-        at = torch.zeros(len(sections), 3, dtype=torch.int64) if sections else positions
+        at = torch.zeros(3, 3, dtype=torch.int64) if sections else positions
         cache.rotary_and_cache(q, k, v, at, torch.zeros(max_seq_len, head_dim), caches[1], slots, sections)
     elif call == "reshape":
         cache.reshape_and_cache(k, v, caches[1], slots)
