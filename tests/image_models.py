@@ -153,9 +153,14 @@ def save_mistral3(folder: Path) -> Any:
 
     vocab = save_tokenizer(folder, "[IMG]")
     vision: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "patch_size": 4}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    rope |= {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
     config = Mistral3Config(
         vision_config={"model_type": "pixtral", **vision, "num_attention_heads": 3, "head_dim": 16},
-        text_config={"model_type": "ministral3", **_TEXT, "head_dim": 16, "vocab_size": vocab},
+        text_config={
+            **{"model_type": "ministral3", **_TEXT, "head_dim": 16, "vocab_size": vocab},
+            "rope_parameters": rope,
+        },
         image_token_index=SPECIAL.index("[IMG]"),
         tie_word_embeddings=False,
     )
