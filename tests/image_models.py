@@ -17,6 +17,16 @@ SPECIAL = [
     "<end_of_image>",
     "<image_soft_token>",
     "<|image_pad|>",
+    "<IMG_CONTEXT>",
+    "<img>",
+    "</img>",
+    "[IMG]",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+    "<|image_start|>",
+    "<|img_thumbnail|>",
+    "<|image_end|>",
+    *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2, 3) for column in (1, 2, 3)),
     "<fake_token_around_image>",
     "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
@@ -135,6 +145,99 @@ def save_gemma3(folder: Path) -> Any:
     )
     _write(folder, {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 64, "width": 64}})
     return _save(folder, Gemma3ForConditionalGeneration(config))
+
+
+def save_mistral3(folder: Path) -> Any:
+    """Mistral 3 whose images have 1 to 36 features of 8 x 8 pixels, and its transformers model."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    vocab = save_tokenizer(folder, "[IMG]")
+    vision: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "patch_size": 4}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    rope |= {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    config = Mistral3Config(
+        vision_config={"model_type": "pixtral", **vision, "num_attention_heads": 3, "head_dim": 16},
+        text_config={
+            **{"model_type": "ministral3", **_TEXT, "head_dim": 16, "vocab_size": vocab},
+            "rope_parameters": rope,
+        },
+        image_token_index=SPECIAL.index("[IMG]"),
+        tie_word_embeddings=False,
+    )
+    _write(folder, {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 48}, "patch_size": 4})
+    return _save(folder, Mistral3ForConditionalGeneration(config))
+
+
+def save_internvl(folder: Path) -> Any:
+    """InternVL whose images are up to four tiles and the whole, of 4 features each, and its transformers model."""
+    from transformers import InternVLConfig, InternVLForConditionalGeneration
+
+    vocab = save_tokenizer(folder, "<IMG_CONTEXT>")
+    vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3}
+    config = InternVLConfig(
+        vision_config=vision | {"image_size": [32, 32], "patch_size": [8, 8]},
+        text_config={"model_type": "qwen3", **_TEXT, "head_dim": 16, "vocab_size": vocab},
+        image_token_id=SPECIAL.index("<IMG_CONTEXT>"),
+        image_seq_length=4,
+    )
+    _write(
+        folder,
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
+    )
+    return _save(folder, InternVLForConditionalGeneration(config))
+
+
+def save_lfm2_vl(folder: Path) -> Any:
+    """LFM2-VL with images of 4 to 9 features, or of tiles and a whole of another size, and its transformers model."""
+    from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration
+
+    vocab = save_tokenizer(folder)
+    vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3}
+    text = _TEXT | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+    config = Lfm2VlConfig(
+        vision_config={"model_type": "siglip2_vision_model", **vision, "patch_size": 8, "num_patches": 16},
+        text_config={"model_type": "lfm2", **text, "vocab_size": vocab, "block_auto_adjust_ff_dim": False},
+        image_token_id=SPECIAL.index("<image>"),
+        projector_hidden_size=56,
+    )
+    _write(
+        folder,
+        {
+            **{"image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": 8, "tile_size": 32},
+            **{"min_image_tokens": 4, "max_image_tokens": 9, "max_tiles": 4, "max_pixels_tolerance": 1.0},
+        },
+    )
+    return _save(folder, Lfm2VlForConditionalGeneration(config))
+
+
+def save_llava_next(folder: Path) -> Any:
+    """LLaVA-NeXT over a Granite, whose images are a whole of 16 features and two or four tiles, and its transformers
+    model.
+    """
+    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
+
+    vocab = save_tokenizer(folder)
+    vision: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3}
+    vision |= {"num_attention_heads": 3, "image_size": 32, "patch_size": 8, "vision_use_head": False}
+    sizes = [[32, 64], [64, 32], [64, 64]]
+    factors = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+    config = LlavaNextConfig(
+        vision_config={"model_type": "siglip_vision_model", **vision},
+        text_config={"model_type": "granite", **_TEXT, **factors, "attention_multiplier": 0.2, "vocab_size": vocab},
+        image_token_index=SPECIAL.index("<image>"),
+        image_grid_pinpoints=sizes,
+        vision_feature_layer=[-3, -1],
+        vision_feature_select_strategy="full",
+    )
+    square = {"height": 32, "width": 32}
+    _write(
+        folder,
+        {
+            **{"image_processor_type": "LlavaNextImageProcessor", "size": square, "crop_size": square},
+            **{"image_grid_pinpoints": sizes, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        },
+    )
+    return _save(folder, LlavaNextForConditionalGeneration(config))
 
 
 def save_qwen2_5_vl(folder: Path) -> Any:

@@ -38,7 +38,9 @@ class EncoderFacts:
 @dataclass(frozen=True)
 class ImageFacts:
     #: The ``ImageProcessor`` (``octavo/images/``).
-    family: Literal["llava", "idefics3", "gemma3", "qwen2_5_vl", "qwen3_vl"]
+    family: Literal[
+        "llava", "idefics3", "gemma3", "internvl", "lfm2_vl", "llava_next", "pixtral", "qwen2_5_vl", "qwen3_vl"
+    ]
     token_id: int
     #: Tokens of an image that attend to each other in both directions, all computed in one step; 0: none do.
     whole: int = 0
@@ -152,6 +154,10 @@ class ModelConfig:
     #: Of an encoder-decoder network; the other fields are those of its decoder.
     encoder_facts: EncoderFacts | None = None
     image_facts: ImageFacts | None = None
+    #: A ``TowerConfig`` (``models/network.py``), unless the network makes a tower itself.
+    tower: Any = None
+    #: Architecture whose network is the language model behind a tower; "": ``architecture``.
+    text_architecture: str = ""
     labels: tuple[str, ...] = ()
     pooler: PoolerConfig = field(default_factory=lambda: PoolerConfig(kind="last"))
     #: Whose code computes it: a network of ``octavo.models``, or transformers'.

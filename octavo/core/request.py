@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NotRequired, TypedDict
@@ -134,6 +134,17 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
+class TileLayout(msgspec.Struct, frozen=True, array_like=True):
+    """How tiles make an image; it has patches of padding on two sides, or none."""
+
+    #: Of tiles.
+    rows: int
+    columns: int
+    #: Patches of padding above the image, and on its left; there are as many below and on its right.
+    top: int
+    left: int
+
+
 class ImageInput(msgspec.Struct, frozen=True, array_like=True):
     """An image after resizing and cutting: pieces of equal size, which the vision tower processes one by one."""
 
@@ -142,12 +153,23 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
     pieces: int
     height: int
     width: int
+    #: Pieces of another size, which follow these.
+    rest: ImageInput | None = None
+    #: If all pieces but the first are tiles of the image, row by row.
+    layout: TileLayout | None = None
 
     @classmethod
-    def of(cls, pixels: np.ndarray) -> ImageInput:
+    def of(cls, pixels: np.ndarray, rest: ImageInput | None = None, layout: TileLayout | None = None) -> ImageInput:
         """``pixels``: uint8 [n, height, width, 3]."""
         count, height, width, _ = pixels.shape
-        return cls(pixels.tobytes(), count, height, width)
+        return cls(pixels.tobytes(), count, height, width, rest, layout)
+
+    def parts(self) -> Iterator[ImageInput]:
+        """The pieces of each size."""
+        part: ImageInput | None = self
+        while part is not None:
+            yield part
+            part = part.rest
 
     def array(self) -> np.ndarray:
         """uint8 [n, height, width, 3], read-only."""

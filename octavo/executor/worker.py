@@ -134,6 +134,8 @@ class WorkerSpec(msgspec.Struct):
     config_fields: dict[str, Any]
     folder: str
     dtype: str
+    #: "module:class" of its tower's configuration; "": it has none.
+    tower_class: str = ""
     rank: int = 0
     #: Number of this worker on its machine, and the number of workers there.
     local_rank: int = 0
@@ -142,15 +144,33 @@ class WorkerSpec(msgspec.Struct):
     @classmethod
     def of(cls, options: EngineConfig, config: ModelConfig, folder: Path, dtype: str, replica: int = 0) -> WorkerSpec:
         """The spec of rank 0. Replicas divide the machine as workers do."""
-        kind, values = type(config), msgspec.to_builtins(config)
-        name = f"{kind.__module__}:{kind.__qualname__}"
-        size = options.data_parallel_size
-        return cls(options.model_dump(), name, values, str(folder), dtype, local_rank=replica, local_size=size)
+        return cls(
+            options.model_dump(),
+            _class_name(config),
+            msgspec.to_builtins(config),
+            str(folder),
+            dtype,
+            tower_class="" if config.tower is None else _class_name(config.tower),
+            local_rank=replica,
+            local_size=options.data_parallel_size,
+        )
 
     def model_config(self) -> ModelConfig:
-        module, name = self.config_class.split(":")
-        config: ModelConfig = msgspec.convert(self.config_fields, getattr(importlib.import_module(module), name))
+        fields = self.config_fields
+        if self.tower_class:
+            fields = {**fields, "tower": msgspec.convert(fields["tower"], _find_class(self.tower_class))}
+        config: ModelConfig = msgspec.convert(fields, _find_class(self.config_class))
         return config
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def _find_class(name: str) -> type[Any]:
+    module, _, qualname = name.partition(":")
+    found: type[Any] = getattr(importlib.import_module(module), qualname)
+    return found
 
 
 def function_name(function: Callable[..., Any]) -> str:

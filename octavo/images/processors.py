@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from octavo.core.errors import ConfigError, UnsupportedModelError
+from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
 from octavo.core.files import MAX_TOKENIZER, JsonValues, read_object
-from octavo.core.request import ImageInput
+from octavo.core.request import ImageInput, TileLayout
 from octavo.images.image_files import MAX_RATIO, center_crop, check_ratio, pad_to_square, resize, shortest_edge_size
 
 # Settings in preprocessor_config.json, processor_config.json and tokenizer.json.
@@ -23,8 +23,9 @@ from octavo.images.image_files import MAX_RATIO, center_crop, check_ratio, pad_t
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _SIGLIP = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 _CHANNELS = {
-    **{"llava": _CLIP, "idefics3": _SIGLIP, "smolvlm": _SIGLIP, "gemma3": _SIGLIP},
+    **dict.fromkeys(("internvl", "llava", "llava_next", "mistral3"), _CLIP),
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _CLIP),
+    **dict.fromkeys(("gemma3", "idefics3", "lfm2_vl", "smolvlm"), _SIGLIP),
 }
 _FILTERS = 6
 #: Maximum pixels of a side, and of an image.
@@ -61,6 +62,14 @@ class ImageSettings(JsonValues):
         for key in sizes.raw:
             sizes.positive(key, most=MAX_PIXELS)
         return sizes
+
+    def sides(self, name: str, edge: str, default: int) -> tuple[int, int]:
+        """Height and width, or the size ``edge`` for both."""
+        sizes = self.sizes(name, {edge: default})
+        if edge not in sizes.raw:
+            return self.square(name, {})
+        side = sizes.positive(edge, most=MAX_SIDE)
+        return side, side
 
     def square(self, name: str, default: Mapping[str, int]) -> tuple[int, int]:
         sizes = self.sizes(name, default)
@@ -297,9 +306,209 @@ def read_idefics3(settings: ImageSettings) -> Idefics3Processor:
     )  # fmt: skip
 
 
-# LLaVA 1.5 (Liu et al. 2023): CLIP's centre crop, or padding to a square before resizing.
+# InternVL 3 (Zhu et al. 2025): tiles in the grid whose ratio is the nearest, and the whole image as one more.
 
 _BICUBIC = 3
+#: Maximum tiles of an image, whatever the settings say.
+_MAX_TILES = 64
+
+
+def cut_tiles(image: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """The tiles of an image uint8 [rows * h, columns * w, 3], row by row: [rows * columns, h, w, 3]."""
+    height, width = image.shape[0] // rows, image.shape[1] // columns
+    return image.reshape(rows, height, columns, width, 3).swapaxes(1, 2).reshape(-1, height, width, 3)
+
+
+def nearest_grid(height: int, width: int, grids: Sequence[tuple[int, int]], tile_pixels: int) -> tuple[int, int]:
+    """The grid (columns, rows) whose ratio is nearest to the image's.
+
+    Of equally near ones it is the last whose tiles have less than twice the pixels of the image.
+    """
+    best, least = (1, 1), math.inf
+    for columns, rows in grids:
+        difference = abs(width / height - columns / rows)
+        if difference < least:
+            best, least = (columns, rows), difference
+        elif difference == least and width * height > 0.5 * tile_pixels * columns * rows:
+            best = (columns, rows)
+    return best
+
+
+class InternVLProcessor(msgspec.Struct, frozen=True, tag=True):
+    """The placeholder is the token of a feature."""
+
+    placeholder: str
+    start_token: str
+    end_token: str
+    #: Of a tile.
+    height: int
+    width: int
+    resample: int
+    tile_features: int
+    min_tiles: int
+    max_tiles: int
+
+    @property
+    def max_features(self) -> int:
+        return self.tile_features * (self.max_tiles + 1 if self.max_tiles > 1 else 1)
+
+    def process(self, image: np.ndarray) -> ProcessedImage:
+        columns, rows = self._grid(*image.shape[:2])
+        pieces = cut_tiles(resize(image, rows * self.height, columns * self.width, self.resample), rows, columns)
+        if len(pieces) > 1:
+            pieces = np.concatenate((pieces, resize(image, self.height, self.width, self.resample)[None]))
+        features = len(pieces) * self.tile_features
+        expansion = f"{self.start_token}{self.placeholder * features}{self.end_token}"
+        return ProcessedImage(ImageInput.of(pieces), expansion, features)
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        if self.max_tiles == 1:
+            return 1, 1
+        sides = range(1, self.max_tiles + 1)
+        grids = [(w, h) for w in sides for h in sides if self.min_tiles <= w * h <= self.max_tiles]
+        return nearest_grid(height, width, sorted(grids, key=math.prod), self.height * self.width)
+
+
+def read_internvl(settings: ImageSettings) -> InternVLProcessor:
+    height, width = settings.square("size", {"height": 448, "width": 448})
+    least, most = settings.positive("min_patches", 1, _MAX_TILES), settings.positive("max_patches", 12, _MAX_TILES)
+    if least > most:
+        raise ConfigError(f"{settings.file}: min_patches ({least}) must be at most max_patches ({most})")
+    patch = settings.vision.get("patch_size", 14)
+    patch = patch[0] if isinstance(patch, list) and patch else patch
+    side = height // JsonValues({"patch_size": patch}, settings.vision.file).positive("patch_size", most=MAX_SIDE)
+    return InternVLProcessor(
+        placeholder=settings.token("<IMG_CONTEXT>", "image_token_id"), start_token="<img>", end_token="</img>",
+        height=height, width=width, resample=settings.resample(_BICUBIC),
+        tile_features=round(side * settings.config.number("downsample_ratio", 0.5)) ** 2,
+        min_tiles=least, max_tiles=most,
+    )  # fmt: skip
+
+
+# LFM2-VL: an image close to its own size, or tiles and the whole image in a size of its own.
+
+
+class Lfm2VlProcessor(msgspec.Struct, frozen=True, tag=True):
+    """The placeholder is the token of a feature; a text before each tile has its row and column."""
+
+    placeholder: str
+    #: Sides in pixels: of a patch, of the square that makes a feature, and of a tile.
+    patch: int
+    feature_side: int
+    tile: int
+    #: Features of an image that is not cut, and of the whole image beside tiles.
+    min_features: int
+    max_whole: int
+    #: An image is cut if it has this number of times the pixels of ``max_whole`` features.
+    tolerance: float
+    #: Of an image that is cut; ``max_tiles`` 1: none is.
+    min_tiles: int
+    max_tiles: int
+    has_whole: bool
+    resample: int
+
+    @property
+    def max_piece(self) -> int:
+        """Maximum features of a piece."""
+        side = self.feature_side
+        return max(self._max_whole, (self.tile // side) ** 2 if self.max_tiles > 1 else 0)
+
+    @property
+    def max_features(self) -> int:
+        if self.max_tiles == 1:
+            return self._max_whole
+        tiles = self.max_tiles * (self.tile // self.feature_side) ** 2
+        return max(self._max_whole, tiles + (self._max_whole if self.has_whole else 0))
+
+    @property
+    def _max_whole(self) -> int:
+        pixels = self.feature_side**2
+        return most_features(self.min_features * pixels, self.max_whole * pixels, self.feature_side)
+
+    def process(self, image: np.ndarray) -> ProcessedImage:
+        check_ratio(image)
+        height, width = image.shape[:2]
+        side, features = self.feature_side, self.placeholder
+        new_height, new_width = self._resized(height, width)
+        num_features = new_height // side * (new_width // side)
+        pixels = math.prod(max(self.patch, round(length / side) * side) for length in (height, width))
+        is_large = pixels > self.max_whole * side**2 * self.tolerance
+        columns, rows = self._grid(height, width) if is_large and self.max_tiles > 1 else (1, 1)
+        if columns * rows == 1:
+            whole = ImageInput.of(resize(image, new_height, new_width, self.resample)[None])
+            return ProcessedImage(whole, self._expansion(features * num_features), num_features)
+        tiles = cut_tiles(resize(image, rows * self.tile, columns * self.tile, self.resample), rows, columns)
+        of_tile = (self.tile // side) ** 2
+        text = "".join(
+            f"<|img_row_{row}_col_{column}|>{features * of_tile}"
+            for row in range(1, rows + 1)
+            for column in range(1, columns + 1)
+        )
+        if not self.has_whole:
+            return ProcessedImage(ImageInput.of(tiles), self._expansion(text), len(tiles) * of_tile)
+        text += f"<|img_thumbnail|>{features * num_features}"
+        whole = ImageInput.of(resize(image, new_height, new_width, self.resample)[None])
+        return ProcessedImage(ImageInput.of(tiles, whole), self._expansion(text), len(tiles) * of_tile + num_features)
+
+    def _expansion(self, text: str) -> str:
+        return f"<|image_start|>{text}<|image_end|>"
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        """The nearest multiples of a feature's side; out of bounds, those of the scaled sides."""
+        side, least, most = self.feature_side, self.min_features, self.max_whole
+        rows, columns = max(1, round(height / side)), max(1, round(width / side))
+        if rows * columns > most:
+            scale = math.sqrt(height * width / (most * side**2))
+            rows, columns = (max(1, math.floor(length / scale / side)) for length in (height, width))
+        elif rows * columns < least:
+            scale = math.sqrt(least * side**2 / (height * width))
+            rows, columns = (math.ceil(length * scale / side) for length in (height, width))
+        return rows * side, columns * side
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        least, most = self.min_tiles, self.max_tiles
+        # Grids of as many tiles stand in the order of a set, as in the processor that the models were trained with.
+        grids = {
+            (w, h)
+            for n in range(least, most + 1)
+            for w in range(1, n + 1)
+            for h in range(1, n + 1)
+            if least <= w * h <= most
+        }
+        return nearest_grid(height, width, sorted(grids, key=math.prod), self.tile**2)
+
+
+def read_lfm2_vl(settings: ImageSettings) -> Lfm2VlProcessor:
+    patch, merge = settings.positive("encoder_patch_size", 16, MAX_SIDE), settings.positive("downsample_factor", 2, 64)
+    for name, used, of_network in (
+        ("encoder_patch_size", patch, settings.vision.positive("patch_size", 16)),
+        ("downsample_factor", merge, settings.config.positive("downsample_factor", 2)),
+    ):
+        if used != of_network:
+            raise ConfigError(f"{settings.file}: {name} is {used}, but the network's (config.json) is {of_network}")
+    tile, side = settings.positive("tile_size", 512, MAX_SIDE), patch * merge
+    if tile % side:
+        raise ConfigError(f"{settings.file}: tile_size is {tile}, which a feature's side ({side}) does not divide")
+    least, most = (
+        settings.positive(name, default, MAX_PIXELS // side**2)
+        for name, default in (("min_image_tokens", 64), ("max_image_tokens", 256))
+    )
+    tiles = [settings.positive(name, default, _MAX_TILES) for name, default in (("min_tiles", 2), ("max_tiles", 10))]
+    if least > most or tiles[0] > tiles[1]:
+        raise ConfigError(
+            f"{settings.file}: {least} to {most} image tokens, or {tiles[0]} to {tiles[1]} tiles, are no bounds"
+        )
+    if not settings.flag("do_image_splitting", True):
+        tiles = [1, 1]
+    return Lfm2VlProcessor(
+        placeholder=settings.token("<image>", "image_token_id"), patch=patch, feature_side=side, tile=tile,
+        min_features=least, max_whole=most, tolerance=settings.number("max_pixels_tolerance", 2.0),
+        min_tiles=tiles[0], max_tiles=tiles[1], has_whole=settings.flag("use_thumbnail", True),
+        resample=settings.resample(_BILINEAR),
+    )  # fmt: skip
+
+
+# LLaVA 1.5 (Liu et al. 2023): CLIP's centre crop, or padding to a square before resizing.
 
 
 class LlavaProcessor(msgspec.Struct, frozen=True, tag=True):
@@ -362,6 +571,149 @@ def read_llava(settings: ImageSettings) -> LlavaProcessor:
     return LlavaProcessor(placeholder, height, width, resample, shortest, resized, padding, features)
 
 
+# LLaVA-NeXT (Liu et al. 2024): the whole image, and tiles of it in the best of some larger sizes.
+
+#: Heights and widths where a file has none.
+_SIZES = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+
+
+class LlavaNextProcessor(msgspec.Struct, frozen=True, tag=True):
+    """The placeholder is the token of a feature; lines of the tiled image end with one more."""
+
+    placeholder: str
+    tile: int
+    #: Features along the side of a tile.
+    tile_side: int
+    #: Heights and widths of tiled images.
+    sizes: list[tuple[int, int]]
+    resample: int
+
+    @property
+    def max_features(self) -> int:
+        grids = ((height // self.tile, width // self.tile) for height, width in self.sizes)
+        side = self.tile_side
+        return side**2 + max(rows * side * (columns * side + 1) for rows, columns in grids)
+
+    def process(self, image: np.ndarray) -> ProcessedImage:
+        check_ratio(image)
+        height, width = image.shape[:2]
+        full_height, full_width = self._best_size(height, width)
+        scale_y, scale_x = full_height / height, full_width / width
+        if scale_x < scale_y:
+            new_height, new_width = min(math.ceil(height * scale_x), full_height), full_width
+        else:
+            new_height, new_width = full_height, min(math.ceil(width * scale_y), full_width)
+        canvas = np.zeros((full_height, full_width, 3), np.uint8)
+        top, left = (full_height - new_height) // 2, (full_width - new_width) // 2
+        resized = resize(image, new_height, new_width, self.resample)
+        canvas[top : top + new_height, left : left + new_width] = resized
+        rows, columns = full_height // self.tile, full_width // self.tile
+        whole = resize(image, self.tile, self.tile, self.resample)
+        pieces = np.concatenate((whole[None], cut_tiles(canvas, rows, columns)))
+        layout = self._layout(height, width, rows, columns)
+        lines, places = rows * self.tile_side - 2 * layout.top, columns * self.tile_side - 2 * layout.left
+        if lines * places < 1:
+            raise InvalidRequestError(f"an image of {width} x {height} pixels is too long for this model's tiles")
+        features = self.tile_side**2 + lines * (places + 1)
+        return ProcessedImage(ImageInput.of(pieces, layout=layout), self.placeholder * features, features)
+
+    def _best_size(self, height: int, width: int) -> tuple[int, int]:
+        """The size in which most pixels of the image are left, and of these the one with the least padding."""
+        best: tuple[int, int, tuple[int, int]] | None = None
+        for size in self.sizes:
+            scale = min(size[1] / width, size[0] / height)
+            used = min(int(width * scale) * int(height * scale), width * height)
+            rank = (used, used - size[0] * size[1], size)
+            if used and (best is None or rank[:2] > best[:2]):
+                best = rank
+        if best is None:
+            raise InvalidRequestError(f"an image of {width} x {height} pixels is too long for this model's tiles")
+        return best[2]
+
+    def _layout(self, height: int, width: int, rows: int, columns: int) -> TileLayout:
+        """The padding in patches, as the image is resized to its whole grid of them with the same ratio."""
+        lines, places = rows * self.tile_side, columns * self.tile_side
+        if width / height > places / lines:
+            return TileLayout(rows, columns, (lines - int(round(height * (places / width), 7))) // 2, 0)
+        return TileLayout(rows, columns, 0, (places - int(round(width * (lines / height), 7))) // 2)
+
+
+def read_llava_next(settings: ImageSettings) -> LlavaNextProcessor:
+    size = settings.sides("size", "shortest_edge", _SIDE)
+    tile = settings.square("crop_size", {"height": _SIDE, "width": _SIDE})
+    if size != tile or size[0] != size[1]:
+        raise ConfigError(f"{settings.file}: size {size} and crop_size {tile} must be the same square")
+    given = settings.get("image_grid_pinpoints", _SIZES)
+    sizes = []
+    for pair in given if isinstance(given, list) else [given]:
+        if (
+            not isinstance(pair, list)
+            or len(pair) != 2
+            or any(type(side) is not int or side % tile[0] or not 0 < side <= MAX_SIDE for side in pair)
+        ):
+            raise ConfigError(
+                f"{settings.file}: image_grid_pinpoints must be a list of heights and widths that {tile[0]} divides, "
+                f"not {given!r}"
+            )
+        sizes.append((pair[0], pair[1]))
+    if not sizes:
+        raise ConfigError(f"{settings.file}: image_grid_pinpoints must have a size")
+    placeholder = settings.token("<image>", "image_token_index", "image_token_id")
+    patch = settings.vision.positive("patch_size", 14, MAX_SIDE)
+    return LlavaNextProcessor(placeholder, tile[0], tile[0] // patch, sizes, settings.resample(_BICUBIC))
+
+
+# Pixtral (Agrawal et al. 2024, section 2.1): the image's own size, rounded up to whole features.
+
+
+class PixtralProcessor(msgspec.Struct, frozen=True, tag=True):
+    """The placeholder is the token of a feature; lines of features end with another token, and the last one with an
+    end token.
+    """
+
+    placeholder: str
+    line_token: str
+    end_token: str
+    #: Larger images are made smaller.
+    max_height: int
+    max_width: int
+    #: Side of a feature in pixels.
+    feature_side: int
+    resample: int
+
+    @property
+    def max_features(self) -> int:
+        side = self.feature_side
+        return math.ceil(self.max_height / side) * math.ceil(self.max_width / side)
+
+    def process(self, image: np.ndarray) -> ProcessedImage:
+        height, width = image.shape[:2]
+        ratio = max(height / self.max_height, width / self.max_width)
+        if ratio > 1:
+            height, width = max(1, math.floor(height / ratio)), max(1, math.floor(width / ratio))
+        side = self.feature_side
+        rows, columns = math.ceil(height / side), math.ceil(width / side)
+        piece = resize(image, rows * side, columns * side, self.resample)
+        expansion = self.line_token.join([self.placeholder * columns] * rows) + self.end_token
+        return ProcessedImage(ImageInput.of(piece[None]), expansion, rows * columns)
+
+
+def read_pixtral(settings: ImageSettings) -> PixtralProcessor:
+    height, width = longest_sides(settings)
+    patch = settings.vision.positive("patch_size", 16, MAX_SIDE)
+    is_merged = settings.config.get("model_type") == "mistral3"
+    merge = settings.config.positive("spatial_merge_size", 2, MAX_SIDE) if is_merged else 1
+    placeholder = settings.token("[IMG]", "image_token_index", "image_token_id")
+    return PixtralProcessor(
+        placeholder, "[IMG_BREAK]", "[IMG_END]", height, width, patch * merge, settings.resample(_BICUBIC)
+    )
+
+
+def longest_sides(settings: ImageSettings) -> tuple[int, int]:
+    """Maximum height and width of an image of Pixtral; raises ConfigError if they are invalid."""
+    return settings.sides("size", "longest_edge", 1024)
+
+
 # Qwen2.5-VL (Bai et al. 2025, section 2.1) and Qwen3-VL: the image's own size, as near as whole features allow.
 
 
@@ -377,11 +729,7 @@ class Qwen2_5_VLProcessor(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def max_features(self) -> int:
-        # Long images, whose shorter side is one feature, may exceed ``max_pixels``.
-        side = self.feature_side
-        longest = math.sqrt(MAX_RATIO * self.max_pixels) + side
-        grown = (math.sqrt(self.min_pixels * MAX_RATIO) + side) * (math.sqrt(self.min_pixels / MAX_RATIO) + side)
-        return int(max(self.max_pixels, side * longest, grown)) // side**2
+        return most_features(self.min_pixels, self.max_pixels, self.feature_side)
 
     def process(self, image: np.ndarray) -> ProcessedImage:
         check_ratio(image)
@@ -403,6 +751,14 @@ class Qwen2_5_VLProcessor(msgspec.Struct, frozen=True, tag=True):
             scale = math.sqrt(self.min_pixels / (height * width))
             rows, columns = math.ceil(height * scale / side), math.ceil(width * scale / side)
         return rows * side, columns * side
+
+
+def most_features(min_pixels: int, max_pixels: int, side: int) -> int:
+    """Maximum features, of ``side`` pixels along each axis, of an image that is scaled to such numbers of pixels."""
+    # Long images, whose shorter side is one feature, may exceed ``max_pixels``.
+    longest = math.sqrt(MAX_RATIO * max_pixels) + side
+    grown = (math.sqrt(min_pixels * MAX_RATIO) + side) * (math.sqrt(min_pixels / MAX_RATIO) + side)
+    return int(max(max_pixels, side * longest, grown)) // side**2
 
 
 def read_qwen2_5_vl(settings: ImageSettings) -> Qwen2_5_VLProcessor:
@@ -436,11 +792,15 @@ def pixel_bounds(settings: ImageSettings) -> tuple[int, int]:
 
 
 #: An ``ImageProcessor``; msgspec writes which one it is.
-AnyProcessor: TypeAlias = LlavaProcessor | Idefics3Processor | Gemma3Processor | Qwen2_5_VLProcessor
+AnyProcessor: TypeAlias = (
+    LlavaProcessor | Idefics3Processor | Gemma3Processor | Qwen2_5_VLProcessor
+    | InternVLProcessor | Lfm2VlProcessor | LlavaNextProcessor | PixtralProcessor
+)  # fmt: skip
 
 #: By ``model_type`` of config.json.
 _READERS: dict[str, Callable[[ImageSettings], AnyProcessor]] = {
     "llava": read_llava, "idefics3": read_idefics3, "smolvlm": read_idefics3, "gemma3": read_gemma3,
+    "internvl": read_internvl, "lfm2_vl": read_lfm2_vl, "llava_next": read_llava_next, "mistral3": read_pixtral,
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), read_qwen2_5_vl),
 }  # fmt: skip
 
@@ -450,4 +810,6 @@ def read_image_processor(folder: Path, config: Mapping[str, Any]) -> AnyProcesso
     family = config.get("model_type")
     if (read := _READERS.get(str(family))) is None:
         raise UnsupportedModelError(f"images are processed for {', '.join(_READERS)}, not for model_type {family!r}")
-    return read(read_settings(folder, config))
+    settings = read_settings(folder, config)
+    # Pixtral 12B is a LLaVA by its model_type.
+    return read_pixtral(settings) if settings.vision.get("model_type") == "pixtral" else read(settings)

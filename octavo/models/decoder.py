@@ -228,8 +228,8 @@ class Decoder(Network):
         return ClassificationHead(context, width, classes, out_bias=config.head == "token")
 
     def make_tower(self, config: Any, context: LayerContext) -> Tower | None:
-        """The image tower, if there is one."""
-        return None
+        """The image tower, if there is one; ``context`` is that of ``tower_context``."""
+        return None if config.tower is None else config.tower.make(config.hidden_size, context)
 
     def embedding_size(self, config: Any) -> int:
         """Width of the embedding and of the head's input."""

@@ -82,7 +82,7 @@ class DenseForCausalLM(Decoder):
         self._logit_scale = config.logit_scale
         # Old checkpoints hold the rotary table; those with tied embeddings may hold the head too.
         common = Drop(r"rotary_emb\.inv_freq$"), Drop(r"^lm_head\.weight$")
-        names = self.families[find_base(config.architecture) or ""].names
+        names = self.families[find_base(config.text_architecture or config.architecture) or ""].names
         self.checkpoint_map = (*common, *names, *(halves(config) if config.interleaved else ()))
 
     def make_layer(self, index: int, config: DenseConfig, context: LayerContext) -> ResidualLayer:
@@ -361,13 +361,8 @@ def _mistral(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_windows": _windows(reader, fields["num_layers"], 4096, None)}
 
 
-MISTRAL = Family(defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 131072}, biases=("", "", ""), read=_mistral)
-MISTRAL3 = Family(
-    names=(
-        Rename(r"^(model\.)?language_model\.(model\.)?", "model."),
-        Rename(r"^model\.lm_head\.", "lm_head."),
-        Drop(r"^(model\.)?(vision_tower|multi_modal_projector)\."),
-    )
+_MISTRAL = Family(
+    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 131072}, biases=("", "", ""), read=_mistral
 )
 _GLM = Family(
     names=FUSED_GATE,
@@ -464,7 +459,7 @@ FAMILIES: dict[str, Family] = {
         activation="relu2",
         eps="layer_norm_eps",
     ),
-    "MinistralForCausalLM": MISTRAL,
+    "MinistralForCausalLM": _MISTRAL,
     "Ministral3ForCausalLM": Family(
         defaults={"head_dim": 128, "max_position_embeddings": 262144},
         biases=("", "", ""),
@@ -499,20 +494,3 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 DenseForCausalLM.families = FAMILIES
-
-
-class Mistral3ForConditionalGeneration(DenseForCausalLM):
-    """The language model of Mistral Small 3.1 and later and of Ministral 3; their image tower is not read."""
-
-    families: ClassVar[Mapping[str, Family]] = {"Mistral3ForConditionalGeneration": MISTRAL3}
-
-    @classmethod
-    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        text = reader.table("text_config")
-        kind = replace(reader, raw=text).only("model_type", "mistral", "ministral3")
-        ties = (values.get("tie_word_embeddings") for values in (reader.raw, text))
-        text["tie_word_embeddings"] = next((tie for tie in ties if tie is not None), False)
-        own = {name: reader.raw.get(name) for name in ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")}
-        inside = replace(reader, raw={**{name: value for name, value in own.items() if value is not None}, **text})
-        family = MISTRAL if kind == "mistral" else FAMILIES["Ministral3ForCausalLM"]
-        return DenseConfig(**dense_fields(architecture, inside, family))

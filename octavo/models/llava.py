@@ -1,9 +1,13 @@
-"""LLaVA 1.5 (Liu et al. 2023, arXiv 2310.03744): the output of CLIP's last layer but one, and a projector."""
+"""LLaVA 1.5 (Liu et al. 2023, arXiv 2310.03744): outputs of CLIP's layers, mostly the last but one, and a projector.
+
+Pixtral 12B is a LLaVA with another tower (``octavo.models.pixtral``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,22 +17,24 @@ from octavo.core.request import ImageInput
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Activation, Array, LayerCache
 from octavo.layers.layer import LayerContext
-from octavo.layers.linear import MergedColumnParallelLinear
-from octavo.models.checkpoint import Rename
-from octavo.models.config_files import ConfigReader, fields_of, read_activation
-from octavo.models.llama import LlamaForCausalLM
-from octavo.models.network import Tower, TowerInput
+from octavo.models.checkpoint import CheckpointEntry, Rename
+from octavo.models.config_files import ConfigReader, read_activation
+from octavo.models.network import Tower, TowerConfig, TowerInput
+from octavo.models.pixtral import read_pixtral_tower
 from octavo.models.vision import (
-    TEXT_NAMES,
+    LLAMAS,
     VIT_NAMES,
-    Projection,
+    Projector,
+    VisionLanguageModel,
     VisionTransformer,
     VitConfig,
     VitTower,
+    feature_layers,
     read_clip,
+    read_language_model,
     read_pixels,
     read_siglip,
-    read_text_part,
+    with_tower,
 )
 
 #: ``vision_config`` where config.json has none.
@@ -39,25 +45,61 @@ _VISION = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlavaConfig(ModelConfig):
-    #: The layers up to the one whose output makes features.
+class LlavaTowerConfig(TowerConfig):
+    #: The layers up to the last one that is read.
     vision: VitConfig
+    #: Numbers of the layers before which the stream makes features; the one after the last is the output.
+    layers: tuple[int, ...]
     #: Whether the output of the class token makes a feature.
-    keeps_first: bool = False
-    projector_bias: bool = True
-    projector_activation: Activation = "gelu"
+    keeps_first: bool
+    projector_bias: bool
+    projector_activation: Activation
+
+    def make(self, width: int, context: LayerContext) -> Tower:
+        return LlavaTower(self, width, context)
+
+    @property
+    def names(self) -> tuple[CheckpointEntry, ...]:
+        return (
+            Rename(r"^(model\.)?vision_tower\.(vision_model\.)?", "tower.vision."),
+            Rename(r"^(model\.)?multi_modal_projector\.", "tower.projector."),
+            *VIT_NAMES,
+        )
+
+
+TowerT = TypeVar("TowerT", bound=LlavaTowerConfig)
+
+
+def read_llava_tower(reader: ConfigReader, family: str, config: type[TowerT]) -> TowerT:
+    """A CLIP or SigLIP and its projector."""
+    inside = replace(reader, raw=reader.table("vision_config") or dict(_VISION))
+    kind = inside.only("model_type", "clip_vision_model", "siglip_vision_model")
+    vision = read_clip(inside) if kind == "clip_vision_model" else replace(read_siglip(inside), post_norm=False)
+    layers = feature_layers(reader, -2, vision.num_layers)
+    strategy = reader.get("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full"):
+        raise ConfigError(f"{reader.file}: vision_feature_select_strategy is default or full, not {strategy!r}")
+    return config(
+        vision=replace(vision, num_layers=max(1, *layers), normalisation=read_pixels(reader, family)),
+        layers=layers,
+        keeps_first=strategy == "full",
+        projector_bias=reader.flag("multimodal_projector_bias", True),
+        projector_activation=read_activation(reader, "projector_hidden_act", "gelu"),
+    )
 
 
 class LlavaTower(VitTower):
-    def __init__(self, config: LlavaConfig, context: LayerContext) -> None:
+    def __init__(self, config: LlavaTowerConfig, width: int, context: LayerContext) -> None:
         super().__init__(VisionTransformer(config.vision, context), context.kernels)
-        self._keeps_first = config.keeps_first
-        width, bias = config.hidden_size, config.projector_bias
-        first = MergedColumnParallelLinear(
-            context, [("", width)], config.vision.hidden_size, bias, config.projector_activation
+        self._layers, self._keeps_first = config.layers, config.keeps_first
+        projector = Projector(
+            context,
+            [config.vision.hidden_size] * len(config.layers),
+            width,
+            bias=config.projector_bias,
+            activation=config.projector_activation,
         )
-        self.first = self.attach("projector.linear_1", first)
-        self.second = self.attach("projector.linear_2", Projection(context, width, width, bias=bias))
+        self.projector = self.attach("projector", projector)
 
     def prepare(self, image: ImageInput) -> list[TowerInput]:
         skipped = 0 if self._keeps_first else 1
@@ -67,47 +109,27 @@ class LlavaTower(VitTower):
         ]
 
     def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
-        stream = self.vision(rows, batch, caches[0])
-        return self.second(self.first(self.kernels.take_sampled(stream, batch)))
+        chosen: dict[int, Array] = {}
+        for number, stream in enumerate(self.vision.streams(rows, batch, caches[0])):
+            if number in self._layers:
+                chosen[number] = self.kernels.take_sampled(stream, batch)
+        return self.projector(*(chosen[number] for number in self._layers))
 
 
-class LlavaForConditionalGeneration(LlamaForCausalLM):
-    checkpoint_map = (
-        Rename(r"^(model\.)?vision_tower\.(vision_model\.)?", "tower.vision."),
-        Rename(r"^(model\.)?multi_modal_projector\.", "tower.projector."),
-        *VIT_NAMES,
-        *TEXT_NAMES,
-    )
-
-    def make_tower(self, config: LlavaConfig, context: LayerContext) -> Tower:
-        return LlavaTower(config, context)
-
+class LlavaForConditionalGeneration(VisionLanguageModel):
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        text = read_text_part(architecture, reader)
-        strategy = reader.raw.get("vision_feature_select_strategy") or "default"
-        if strategy not in ("default", "full"):
-            raise ConfigError(f"{reader.file}: vision_feature_select_strategy is default or full, not {strategy!r}")
-        fields = fields_of(text)
-        fields["tie_word_embeddings"] = text.tie_word_embeddings or reader.flag("tie_word_embeddings")
+        text = read_language_model(reader, LLAMAS)
+        text = replace(text, tie_word_embeddings=text.tie_word_embeddings or reader.flag("tie_word_embeddings"))
         token = reader.positive(reader.named("image_token_id", "image_token_index"), 32000)
-        fields["image_facts"] = ImageFacts("llava", token)
-        inside = replace(reader, raw=reader.table("vision_config") or dict(_VISION))
-        kind = inside.only("model_type", "clip_vision_model", "siglip_vision_model")
-        config = read_clip(inside) if kind == "clip_vision_model" else replace(read_siglip(inside), post_norm=False)
-        layer = reader.raw.get("vision_feature_layer", -2)
-        if not isinstance(layer, int) or isinstance(layer, bool):
+        if reader.table("vision_config").get("model_type") != "pixtral":
+            tower = read_llava_tower(reader, "llava", LlavaTowerConfig)
+            return with_tower(text, architecture, tower, ImageFacts("llava", token))
+        strategy = reader.get("vision_feature_select_strategy", "default")
+        if strategy != "full":
             raise UnsupportedModelError(
-                f"{reader.file}: vision_feature_layer must be one layer's number, not {layer!r}"
+                f"{reader.file}: vision_feature_select_strategy must be full for a tower without a class token, not "
+                f"{strategy!r}"
             )
-        last = config.num_layers
-        layers = layer if layer >= 0 else last + 1 + layer
-        if not 1 <= layers <= last:
-            raise ConfigError(f"{reader.file}: vision_feature_layer must be 1 to {last} or -{last} to -1, not {layer}")
-        return LlavaConfig(
-            vision=replace(config, num_layers=layers, normalisation=read_pixels(reader, "llava")),
-            keeps_first=strategy == "full",
-            projector_bias=reader.raw.get("multimodal_projector_bias", True) is not False,
-            projector_activation=read_activation(reader, "projector_hidden_act", "gelu"),
-            **fields,
-        )
+        pixtral = read_pixtral_tower(reader, "llava", layer=-2, bias=True)
+        return with_tower(text, architecture, pixtral, ImageFacts("pixtral", token))

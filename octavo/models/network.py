@@ -20,7 +20,7 @@ from octavo.kernels.interface import Array, AttentionSpec, Kernels, LayerCache, 
 from octavo.layers.attention import CrossQueries
 from octavo.layers.layer import Layer, LayerContext, Weight
 from octavo.layers.rope import RotaryTable
-from octavo.models.checkpoint import CheckpointEntry
+from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.config_files import ConfigReader
 from octavo.models.registry import make_network
 
@@ -76,7 +76,11 @@ class Network(Layer, ABC):
 
     def entries(self) -> list[CheckpointEntry]:
         """The whole checkpoint map, in order."""
-        return [*self.base_map, *(self.head_map if self.config.head != "lm" else ()), *self.checkpoint_map]
+        config = self.config
+        tower = () if config.tower is None else config.tower.names
+        language_model = LANGUAGE_MODEL_NAMES if config.text_architecture else ()
+        head = self.head_map if config.head != "lm" else ()
+        return [*tower, *language_model, *self.base_map, *head, *self.checkpoint_map]
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """The whole shapes of the tensors that are not loaded yet, by name."""
@@ -190,6 +194,8 @@ class TowerInput:
     segments: tuple[int, ...]
     #: int64 [``Tower.rotary_axes``, T]: ``ForwardBatch.rotary_positions``, if the tower has rotary axes.
     rotary_positions: np.ndarray | None = None
+    #: int64 [N]: places of its features among those of the image; None: they follow those of the piece before it.
+    places: np.ndarray | None = None
 
 
 class Tower(Layer, ABC):
@@ -220,6 +226,32 @@ class Tower(Layer, ABC):
 
         ``caches``: the workspace as group 0 and as group 1, which are different memory.
         """
+
+    def join(self, places: Sequence[np.ndarray | None], features: Sequence[np.ndarray]) -> np.ndarray:
+        """The features of an image, float32 [features, E], from those of its pieces and their ``TowerInput.places``."""
+        return np.concatenate(features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerConfig(ABC):
+    """The configuration of an image tower, part of that of the language model behind it (``ModelConfig.tower``)."""
+
+    @abstractmethod
+    def make(self, width: int, context: LayerContext) -> Tower:
+        """The tower, without weights; ``width`` is that of the embeddings, ``context`` that of ``tower_context``."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[CheckpointEntry, ...]:
+        """From the tower's names in checkpoints to those of its layers, which begin with ``tower.``."""
+
+
+#: Of a language model behind a tower, by transformers 4 and 5. Later pipeline stages have no tower: they drop it.
+LANGUAGE_MODEL_NAMES: tuple[CheckpointEntry, ...] = (
+    Rename(r"^(model\.)?(language_model|text_model)\.(model\.)?", "model."),
+    Rename(r"^model\.lm_head\.", "lm_head."),
+    Drop(r"^(tower|(model\.)?(vision_tower|multi_modal_projector))\."),
+)
 
 
 def tower_output(features: Array | list[Array]) -> ForwardOutput:

@@ -67,11 +67,13 @@ NETWORKS = {
     "IQuestCoderForCausalLM": ("iquestcoder", "octavo.models.dense", "DenseForCausalLM"),
     "Idefics3ForConditionalGeneration": ("idefics3", "octavo.models.idefics3", "Idefics3ForConditionalGeneration"),
     "InternLM3ForCausalLM": ("internlm3", "octavo.models.dense", "DenseForCausalLM"),
+    "InternVLForConditionalGeneration": ("internvl", "octavo.models.internvl", "InternVLForConditionalGeneration"),
     "Jais2ForCausalLM": ("jais2", "octavo.models.dense", "DenseForCausalLM"),
     "JambaForCausalLM": ("jamba", "octavo.models.mamba_hybrids", "MambaHybridForCausalLM"),
     "KimiLinearForCausalLM": ("kimi_linear", "octavo.models.kimi_linear", "KimiLinearForCausalLM"),
     "Lfm2ForCausalLM": ("lfm2", "octavo.models.lfm2", "Lfm2ForCausalLM"),
     "Lfm2MoeForCausalLM": ("lfm2_moe", "octavo.models.lfm2", "Lfm2ForCausalLM"),
+    "Lfm2VlForConditionalGeneration": ("lfm2_vl", "octavo.models.lfm2_vl", "Lfm2VlForConditionalGeneration"),
     "Llama4ForCausalLM": ("llama4_text", "octavo.models.mixtures", "Llama4ForCausalLM"),
     "Llama4ForConditionalGeneration": (
         "llama4",
@@ -80,6 +82,11 @@ NETWORKS = {
     ),
     "LlamaForCausalLM": ("llama", "octavo.models.llama", "LlamaForCausalLM"),
     "LlavaForConditionalGeneration": ("llava", "octavo.models.llava", "LlavaForConditionalGeneration"),
+    "LlavaNextForConditionalGeneration": (
+        "llava_next",
+        "octavo.models.llava_next",
+        "LlavaNextForConditionalGeneration",
+    ),
     "MBartForConditionalGeneration": ("mbart", "octavo.models.bart", "MBartForConditionalGeneration"),
     "MT5ForConditionalGeneration": ("mt5", "octavo.models.t5", "MT5ForConditionalGeneration"),
     "Mamba2ForCausalLM": ("mamba2", "octavo.models.mamba", "MambaForCausalLM"),
@@ -89,7 +96,7 @@ NETWORKS = {
     "Ministral3ForCausalLM": ("ministral3", "octavo.models.dense", "DenseForCausalLM"),
     "MinistralForCausalLM": ("ministral", "octavo.models.dense", "DenseForCausalLM"),
     "MistralForCausalLM": ("mistral", "octavo.models.llama", "LlamaForCausalLM"),
-    "Mistral3ForConditionalGeneration": ("mistral3", "octavo.models.dense", "Mistral3ForConditionalGeneration"),
+    "Mistral3ForConditionalGeneration": ("mistral3", "octavo.models.pixtral", "Mistral3ForConditionalGeneration"),
     "MixtralForCausalLM": ("mixtral", "octavo.models.mixtures", "MixtureForCausalLM"),
     "NemotronForCausalLM": ("nemotron", "octavo.models.dense", "DenseForCausalLM"),
     "NemotronHForCausalLM": ("nemotron_h", "octavo.models.nemotron_h", "NemotronHForCausalLM"),
@@ -244,7 +251,7 @@ def make_network(config: ModelConfig, context: LayerContext) -> Network:
 
 def network_of(config: ModelConfig) -> type[Network]:
     if config.model_impl == "octavo":
-        return network_class(config.architecture)
+        return network_class(config.text_architecture or config.architecture)
     network: type[Network] = import_module("octavo.models.transformers_model").TransformersForCausalLM
     return network
 

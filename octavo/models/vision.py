@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, InvalidRequestError
 from octavo.core.files import JsonValues
-from octavo.core.model_config import ModelConfig
+from octavo.core.model_config import ImageFacts, ModelConfig
 from octavo.core.request import ImageInput
 from octavo.images.image_files import Normalisation, normalisation_of
 from octavo.images.processors import ImageSettings, read_settings
 from octavo.kernels.forward_batch import ForwardBatch
-from octavo.kernels.interface import Array, AttentionSpec, Kernels, LayerCache, PackedWeight
-from octavo.layers.attention import Attention
-from octavo.layers.layer import Layer, LayerContext, LayerNorm, Weight
+from octavo.kernels.interface import Activation, Array, AttentionSpec, Kernels, LayerCache, PackedWeight
+from octavo.layers.attention import Attention, ProjectionNorm
+from octavo.layers.layer import Layer, LayerContext, LayerNorm, RMSNorm, Weight
 from octavo.layers.linear import ReplicatedConcatLinear
 from octavo.layers.mlp import MLP
 from octavo.layers.vocabulary import PositionEmbedding
-from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
+from octavo.models.checkpoint import CheckpointEntry, Rename
 from octavo.models.config_files import ConfigReader, read_activation
 from octavo.models.encoder import EncoderConfig, EncoderPreNormLayer
 from octavo.models.llama import LlamaForCausalLM
-from octavo.models.network import Tower, TowerInput
+from octavo.models.network import LANGUAGE_MODEL_NAMES, Tower, TowerConfig, TowerInput
+from octavo.models.registry import architecture_of_type, network_class
 
 #: Files of a model's folder that may say how images become pixels.
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -75,8 +78,13 @@ class VitConfig(EncoderConfig):
     image_size: int = 224
     patch_size: int = 14
     normalisation: Normalisation = field(default_factory=Normalisation)
-    #: Whether a token without pixels comes first, and patches have no bias.
+    #: Whether a token without pixels comes first.
     class_token: bool = False
+    patch_bias: bool = True
+    #: Norms of the layers.
+    norm: Literal["layer", "rms"] = "layer"
+    #: RMS norms of queries and keys over all heads.
+    whole_qk_norm: bool = False
     pre_norm: bool = False
     post_norm: bool = False
 
@@ -95,15 +103,15 @@ class VitConfig(EncoderConfig):
 
 def read_clip(reader: ConfigReader) -> VitConfig:
     """CLIP: a class token beside the patches, a norm before the first layer, none after the last."""
-    return _read(reader.with_defaults(**_CLIP), class_token=True, pre_norm=True)
+    return read_vit(reader.with_defaults(**_CLIP), class_token=True, patch_bias=False, pre_norm=True)
 
 
 def read_siglip(reader: ConfigReader, **defaults: Any) -> VitConfig:
     """SigLIP: patches alone, a norm after the last layer; ``defaults`` are those of the family."""
-    return _read(reader.with_defaults(**{**_SIGLIP, **defaults}), post_norm=True)
+    return read_vit(reader.with_defaults(**{**_SIGLIP, **defaults}), post_norm=True)
 
 
-def _read(reader: ConfigReader, **values: Any) -> VitConfig:
+def read_vit(reader: ConfigReader, **values: Any) -> VitConfig:
     """The configuration by a ``vision_config``; ``values`` are fields that config.json does not have."""
     hidden, heads = reader.positive("hidden_size"), reader.positive("num_attention_heads")
     if hidden % heads:
@@ -175,11 +183,11 @@ class PatchEmbedding(Layer):
 
 
 class ClassPositionEmbedding(PositionEmbedding):
-    """Learned positions; the class token's embedding is added to the first row."""
+    """Learned positions, with the class token's embedding in the first row, and in the others the bias of patches."""
 
-    def __init__(self, context: LayerContext, rows: int, hidden_size: int) -> None:
+    def __init__(self, context: LayerContext, rows: int, hidden_size: int, *, bias: bool) -> None:
         super().__init__(context, rows, hidden_size)
-        self.expected["class"] = (hidden_size,)
+        self.expected |= {"class": (hidden_size,), **({"bias": (hidden_size,)} if bias else {})}
         self._parts: dict[str, np.ndarray] = {}
 
     def place(self, shard: str, tensor: Any) -> None:
@@ -188,6 +196,8 @@ class ClassPositionEmbedding(PositionEmbedding):
     def complete(self) -> None:
         table = self._parts["weight"].astype(np.float32)
         table[0] += self._parts["class"].astype(np.float32)
+        if "bias" in self._parts:
+            table[1:] += self._parts["bias"].astype(np.float32)
         self._parts.clear()
         super().place("weight", table)
 
@@ -197,33 +207,52 @@ class VisionTransformer(Layer):
 
     def __init__(self, config: VitConfig, context: LayerContext) -> None:
         super().__init__()
-        width, patch = config.hidden_size, config.patch_size
-        self.config = config
-        patches = PatchEmbedding(context, width, (3, patch, patch), bias=not config.class_token)
-        self.patches = self.attach("patches", patches)
-        table = ClassPositionEmbedding if config.class_token else PositionEmbedding
-        self.positions = self.attach("positions", table(context, config.rows, width))
-        self.pre_norm = self.attach("pre_norm", self._norm(context)) if config.pre_norm else None
+        self.config, width, eps = config, config.hidden_size, config.layer_norm_eps
+        self.make_embedding(context)
+        self.pre_norm = self.attach("pre_norm", LayerNorm(context, width, eps)) if config.pre_norm else None
+        norm = RMSNorm if config.norm == "rms" else LayerNorm
         self.layers: list[EncoderPreNormLayer] = []
         for index in range(config.num_layers):
-            attention = Attention(config, context, AttentionSpec(config.head_dim**-0.5, causal=False))
+            spec = AttentionSpec(config.head_dim**-0.5, causal=False)
+            attention = Attention(config, context, spec, whole_qk=config.whole_qk_norm)
+            if config.whole_qk_norm:
+                attention.set_norms(*(ProjectionNorm(context, width, config.rms_norm_eps) for _ in range(2)))
             mlp = MLP(context, width, config.intermediate_size, True, config.activation)
-            layer = EncoderPreNormLayer(attention, mlp, [self._norm(context), self._norm(context)])
+            layer = EncoderPreNormLayer(attention, mlp, [norm(context, width, eps) for _ in range(2)])
             self.layers.append(self.attach(f"layers.{index}", layer))
-        self.post_norm = self.attach("post_norm", self._norm(context)) if config.post_norm else None
+        self.post_norm = self.attach("post_norm", LayerNorm(context, width, eps)) if config.post_norm else None
         self.kv_spec = self.layers[0].attention.kv_spec
 
-    def _norm(self, context: LayerContext) -> LayerNorm:
-        return LayerNorm(context, self.config.hidden_size, self.config.layer_norm_eps)
+    def make_embedding(self, context: LayerContext) -> None:
+        """Attaches the layers of ``embed``."""
+        config, width, patch = self.config, self.config.hidden_size, self.config.patch_size
+        bias = config.patch_bias and not config.class_token  # which has no pixels
+        self.patches = self.attach("patches", PatchEmbedding(context, width, (3, patch, patch), bias=bias))
+        if config.class_token:
+            table: PositionEmbedding = ClassPositionEmbedding(context, config.rows, width, bias=config.patch_bias)
+        else:
+            table = PositionEmbedding(context, config.rows, width)
+        self.positions = self.attach("positions", table)
+
+    def embed(self, rows: Array, batch: ForwardBatch) -> Array:
+        """Rows float32 [T, row_width] to float32 [T, E], with their positions."""
+        return self.positions.add_to(self.patches(rows), batch.positions)
 
     def __call__(self, rows: Array, batch: ForwardBatch, cache: LayerCache) -> Array:
         """Rows float32 [T, row_width] to the stream float32 [T, E], before ``post_norm``."""
-        stream = self.positions.add_to(self.patches(rows), batch.positions)
+        for stream in self.streams(rows, batch, cache):
+            last = stream
+        return last
+
+    def streams(self, rows: Array, batch: ForwardBatch, cache: LayerCache) -> Iterator[Array]:
+        """The stream, float32 [T, E], before the first layer and after each layer, which may reuse its memory."""
+        stream = self.embed(rows, batch)
         if self.pre_norm is not None:
             stream = self.pre_norm.float32(stream)
+        yield stream
         for layer in self.layers:
             stream = layer(stream, cache, batch)
-        return stream
+            yield stream
 
 
 class VitTower(Tower):
@@ -274,33 +303,137 @@ class Projection(ReplicatedConcatLinear):
         return self.product(0, x, DType.FLOAT32)
 
 
+class JoinedFeatures(ReplicatedConcatLinear):
+    """activation(product with several inputs), whole on every rank."""
+
+    def __init__(
+        self, context: LayerContext, widths: Sequence[int], outputs: int, *, bias: bool, activation: Activation
+    ) -> None:
+        super().__init__(context, widths, outputs, bias)
+        self._activation: Activation = activation
+
+    def __call__(self, inputs: Sequence[Array]) -> Array:
+        """The inputs [T, width] each, to [T, outputs] of the network's type."""
+        total = None
+        for index, x in enumerate(inputs[:-1]):
+            total = self.product(index, x, DType.FLOAT32, total)
+        return self._each[-1](inputs[-1], self.dtype, total, self._activation)
+
+
+class Projector(Layer):
+    """linear_2(activation(linear_1(x))) of one or several features of a patch or square, perhaps after a layer norm."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        widths: Sequence[int],
+        outputs: int,
+        *,
+        inner: int | None = None,
+        bias: bool = True,
+        activation: Activation = "gelu",
+        norm: bool = False,
+    ) -> None:
+        """``inner``: width between the matrices, by default that of the outputs. ``norm``: of a single input."""
+        super().__init__()
+        inner = inner or outputs
+        self.norm = self.attach("layer_norm", LayerNorm(context, widths[0], _PROJECTOR_EPS)) if norm else None
+        first = JoinedFeatures(context, widths, inner, bias=bias, activation=activation)
+        self.first = self.attach("linear_1", first)
+        self.second = self.attach("linear_2", Projection(context, inner, outputs, bias=bias))
+
+    def __call__(self, *inputs: Array) -> Array:
+        """The inputs [N, width] each, to features float32 [N, outputs]."""
+        return self.second(self.first(inputs if self.norm is None else [self.norm(inputs[0])]))
+
+
+#: Of a norm without an eps in config.json.
+_PROJECTOR_EPS = 1e-5
+
+
+def feature_layers(reader: ConfigReader, default: int, layers: int) -> tuple[int, ...]:
+    """The numbers of layers before which ``vision_feature_layer`` reads the stream; ``layers`` is after the last."""
+    given = reader.get("vision_feature_layer", default)
+    read = []
+    for number in given if isinstance(given, list) and given else [given]:
+        if not isinstance(number, int) or isinstance(number, bool) or not -layers - 1 <= number <= layers:
+            raise ConfigError(
+                f"{reader.file}: vision_feature_layer must be a layer from {-layers - 1} to {layers} or a list of "
+                f"them, not {given!r}"
+            )
+        read.append(number if number >= 0 else layers + 1 + number)
+    return tuple(read)
+
+
 # The language model behind a tower
 
-#: Of language models, by the model_type in ``text_config``.
-_ARCHITECTURES = {kind.lower(): f"{kind}ForCausalLM" for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")}
-#: Defaults of transformers, which config.json may leave out.
-_LLAMA = {
-    **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
-    **{"num_attention_heads": 32, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+
+class VisionLanguageModel(ABC):
+    """An architecture of a language model with an image tower.
+
+    The network is that of the language model, and has a tower if its configuration has one (``ModelConfig.tower``).
+    """
+
+    @classmethod
+    @abstractmethod
+    def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
+        """As ``Network.read_config``."""
+
+
+#: Defaults of transformers by model_type, which ``text_config`` may leave out.
+_SHAPE = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_QWEN = {**_SHAPE, "vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddings": 32768}
+_TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        **{**_SHAPE, "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048},
+        **{"bos_token_id": 1, "eos_token_id": 2},
+    },
+    "mistral": {
+        **{**_SHAPE, "vocab_size": 32000, "intermediate_size": 14336, "max_position_embeddings": 131072},
+        "num_key_value_heads": 8,
+    },
+    "qwen2": {**_QWEN, "num_key_value_heads": 32},
+    "qwen3": {**_QWEN, "num_key_value_heads": 32},
 }
 #: Values that may stand at the top level of config.json instead.
 _OF_ALL = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+#: Language models by the model_type in ``text_config``, for ``read_language_model``.
+LLAMAS: Mapping[str, str | None] = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"))
+#: Last in the map of a network that makes a tower itself.
+TEXT_NAMES: tuple[CheckpointEntry, ...] = (*LANGUAGE_MODEL_NAMES, *LlamaForCausalLM.checkpoint_map)
 
-#: The names of transformers 4 and 5, last in a map. Later pipeline stages have no tower and drop its tensors.
-TEXT_NAMES: tuple[CheckpointEntry, ...] = (
-    Rename(r"^(model\.)?(language_model|text_model)\.(model\.)?", "model."),
-    Rename(r"^model\.lm_head\.", "lm_head."),
-    Drop(r"^tower\."),
-    *LlamaForCausalLM.checkpoint_map,
-)
+
+def read_language_model(reader: ConfigReader, networks: Mapping[str, str | None]) -> ModelConfig:
+    """The configuration of the network of ``text_config``.
+
+    ``networks``: architectures by model_type there; None: that of the registry. The first is the default.
+    """
+    text = reader.table("text_config")
+    kind = replace(reader, raw=text).only("model_type", *networks)
+    architecture = networks[kind] or architecture_of_type(kind)
+    assert architecture is not None
+    whole = {name: reader.raw[name] for name in _OF_ALL if reader.raw.get(name) is not None}
+    defaults = _TEXT_DEFAULTS.get(kind, {}) | whole
+    return network_class(architecture).read_config(architecture, replace(reader, raw=text).with_defaults(**defaults))
 
 
 def read_text_part(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The configuration of the language model, with ``architecture`` as that of the whole."""
-    text = reader.table("text_config")
-    kind = replace(reader, raw=text).only("model_type", *_ARCHITECTURES)
-    whole = {name: reader.raw.get(name) for name in _OF_ALL}
-    defaults = (_LLAMA if kind == "llama" else {}) | {name: value for name, value in whole.items() if value is not None}
-    text_reader = replace(reader, raw=text).with_defaults(**defaults)
-    config = LlamaForCausalLM.read_config(_ARCHITECTURES[kind], text_reader)
-    return replace(config, architecture=architecture)
+    return replace(read_language_model(reader, LLAMAS), architecture=architecture)
+
+
+def is_tied(reader: ConfigReader, default: bool) -> bool:
+    """``tie_word_embeddings`` of the whole, else of ``text_config``, else the default of the family."""
+    text = replace(reader, raw=reader.table("text_config"))
+    return reader.flag("tie_word_embeddings", text.flag("tie_word_embeddings", default))
+
+
+def with_tower(text: ModelConfig, architecture: str, tower: TowerConfig | None, facts: ImageFacts) -> ModelConfig:
+    """The configuration of a language model behind a tower, if there is one."""
+    return replace(
+        text,
+        architecture=architecture,
+        text_architecture=text.architecture,
+        tower=tower,
+        image_facts=None if tower is None else facts,
+    )

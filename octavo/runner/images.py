@@ -114,6 +114,8 @@ class TowerRunner:
 class _Job:
     key: str
     pieces: deque[TowerInput]
+    #: Of the pieces that are computed: their places and features.
+    places: list[np.ndarray | None] = field(default_factory=list)
     features: list[np.ndarray] = field(default_factory=list)
 
 
@@ -172,12 +174,14 @@ class ImagePreparer(Preparer):
             if features is None:
                 return None
             job.features.append(features)
-            job.pieces.popleft()
+            job.places.append(job.pieces.popleft().places)
             self._has_begun = False
         if job.pieces:
             return None
         self._jobs.popleft()
-        self._resources[job.key] = np.concatenate(job.features) if job.features else np.zeros((0, 0), np.float32)
+        tower = self._network.tower if self._network is not None else None
+        whole = np.zeros((0, 0), np.float32) if tower is None else tower.join(job.places, job.features)
+        self._resources[job.key] = whole
         return job.key
 
     def drop(self, key: str) -> None:
@@ -225,7 +229,10 @@ class ImageTokens(RowFeature):
         first_row = self._loaded.options.num_virtual_tokens
         for i, seq_id in enumerate(inputs.seq_ids):
             begin, end = int(inputs.starts[i]), int(inputs.ends[i])
-            for feature in self._features.get(seq_id, ()):
+            features = self._features.get(seq_id)
+            if not features or begin >= features[-1].offset + features[-1].length:
+                continue
+            for feature in features:
                 first, last = max(begin, feature.offset), min(end, feature.offset + feature.length)
                 if first >= last:
                     continue

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, InvalidRequestError, UnsupportedModelError
+from octavo.core.model_config import ModelConfig
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.layer import LayerContext
 from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
-from octavo.models.llava import LlavaConfig
+from octavo.models.llava import LlavaTowerConfig
 from octavo.models.network import build_without_weights, matrices, num_active_parameters, num_parameters
 from tests.models.tower_harness import (
     CLIP_PIXELS,
@@ -66,7 +67,14 @@ def save_llava(folder: Path, vision: Any = None, **options: Any) -> Any:
     return save_image_model(folder, LlavaForConditionalGeneration(config))
 
 
-@pytest.mark.parametrize("options", [{}, {"vision_feature_select_strategy": "full", "vision_feature_layer": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"vision_feature_select_strategy": "full", "vision_feature_layer": 2},
+        {"vision_feature_select_strategy": "full", "vision_feature_layer": [-2, 0, 3]},
+    ],
+)
 def test_features_are_those_of_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
     model = save_llava(tmp_path, **options)
     image, other = random_image(2, 20, 20), random_image(1, 20, 20, seed=1)
@@ -194,11 +202,9 @@ LLAVA_7B: dict[str, Any] = {
 }
 
 
-def read(folder: Path, **changes: Any) -> LlavaConfig:
+def read(folder: Path, **changes: Any) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(LLAVA_7B | changes))
-    config = read_model_config(folder)
-    assert isinstance(config, LlavaConfig)
-    return config
+    return read_model_config(folder)
 
 
 def test_a_published_config_is_read(tmp_path: Path) -> None:
@@ -206,8 +212,10 @@ def test_a_published_config_is_read(tmp_path: Path) -> None:
     assert (config.hidden_size, config.num_layers, config.num_kv_heads, config.vocab_size) == (4096, 32, 32, 32064)
     assert (config.max_position, config.checkpoint_dtype, config.eos_token_ids) == (4096, "float16", (2,))
     assert config.image_facts is not None and config.image_facts.token_id == 32000
-    assert (config.vision.num_layers, config.vision.side, config.vision.activation) == (23, 24, "quick_gelu")
-    assert config.vision.class_token and not config.keeps_first and config.vision.normalisation == CLIP_PIXELS
+    tower = config.tower
+    assert isinstance(tower, LlavaTowerConfig) and tower.layers == (23,)
+    assert (tower.vision.num_layers, tower.vision.side, tower.vision.activation) == (23, 24, "quick_gelu")
+    assert tower.vision.class_token and not tower.keeps_first and tower.vision.normalisation == CLIP_PIXELS
 
 
 def test_no_step_reads_the_tower(tmp_path: Path) -> None:
@@ -222,9 +230,10 @@ def test_no_step_reads_the_tower(tmp_path: Path) -> None:
     ("error", "words", "changes"),
     [
         (ConfigError, "default or full, not 'cls'", {"vision_feature_select_strategy": "cls"}),
-        (ConfigError, "1 to 24 or -24 to -1, not -25", {"vision_feature_layer": -25}),
-        (UnsupportedModelError, "one layer's number", {"vision_feature_layer": [-2, -5]}),
-        (UnsupportedModelError, 'model_type="pixtral"', {"vision_config": {"model_type": "pixtral"}}),
+        (ConfigError, "a layer from -25 to 24 or a list of them, not -26", {"vision_feature_layer": -26}),
+        (ConfigError, "a layer from -25 to 24 or a list of them, not ", {"vision_feature_layer": [-2, "last"]}),
+        (UnsupportedModelError, "must be full for a tower without", {"vision_config": {"model_type": "pixtral"}}),
+        (UnsupportedModelError, 'model_type="dinov2"', {"vision_config": {"model_type": "dinov2"}}),
         (UnsupportedModelError, 'model_type="gemma"', {"text_config": {"model_type": "gemma"}}),
         (UnsupportedModelError, "'tanh'", {"projector_hidden_act": "tanh"}),
     ],

@@ -66,6 +66,36 @@ def normal_pixels(image: ImageInput, normalisation: Normalisation) -> Tensor:
     return torch.from_numpy(pixels.astype(np.float32)).permute(0, 3, 1, 2).contiguous()
 
 
+def padded_pixels(images: Sequence[ImageInput], normalisation: Normalisation) -> dict[str, Tensor]:
+    """Images of one piece each, of any size, as transformers' Pixtral takes them."""
+    sizes = [(image.height, image.width) for image in images]
+    pixels = torch.zeros(len(images), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
+    for padded, image, (height, width) in zip(pixels, images, sizes, strict=True):
+        padded[:, :height, :width] = normal_pixels(image, normalisation)[0]
+    return {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
+
+
+def padded_patches(images: Sequence[ImageInput], patch: int, normalisation: Normalisation) -> dict[str, Tensor]:
+    """Pieces of any size as transformers' SigLIP 2 takes them: their patches by line, column and colour."""
+    rows, shapes = [], []
+    for part in (part for image in images for part in image.parts()):
+        lines, columns = part.height // patch, part.width // patch
+        for piece in normal_pixels(part, normalisation).permute(0, 2, 3, 1):
+            cut = piece.reshape(lines, patch, columns, patch, 3).transpose(1, 2)
+            rows.append(cut.reshape(lines * columns, -1))
+            shapes.append((lines, columns))
+    most = max(map(len, rows))
+    mask = torch.stack([(torch.arange(most) < len(piece)).int() for piece in rows])
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return {"pixel_values": padded, "spatial_shapes": torch.tensor(shapes), "pixel_attention_mask": mask}
+
+
+def padded_tiles(images: Sequence[ImageInput], normalisation: Normalisation) -> Tensor:
+    """Images of a whole and tiles as transformers' LLaVA-NeXT takes them: [images, pieces, 3, height, width]."""
+    pieces = [normal_pixels(image, normalisation) for image in images]
+    return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
+
+
 class TowerDriver:
     """Computes features of pieces, each as a batch of its own, in a recorded forward."""
 
@@ -98,7 +128,8 @@ class TowerDriver:
 
     def features(self, pieces: Sequence[TowerInput]) -> Tensor:
         """float32 [features of all pieces, ``ImageFacts.vectors`` * E]."""
-        return torch.cat([self._of_piece(piece) for piece in pieces])
+        each = [self._of_piece(piece).numpy() for piece in pieces]
+        return torch.from_numpy(self.tower.join([piece.places for piece in pieces], each))
 
     def _of_piece(self, piece: TowerInput) -> Tensor:
         with self.kernels.mode():
@@ -169,6 +200,9 @@ class ImagePrompts:
         self.config, self.facts = config, config.image_facts
         self.groups = group_layers(self.network.kv_specs)
         self.caches = kernels.make_cache(self.groups, [blocks] * len(self.groups), block_size)
+        for cache in self.caches:
+            if self.groups[cache.group].spec.kind == "state":
+                cache.state_tokens = block_size
         axes = config.rope.axes
         self.size = BatchSize(256, 8, 256, blocks * block_size, block_size, len(self.groups), rotary_axes=axes)
         self.forward = kernels.capture(self._forward, self.size)
