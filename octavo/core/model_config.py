@@ -38,9 +38,9 @@ class EncoderFacts:
 @dataclass(frozen=True)
 class ImageFacts:
     #: The ``ImageProcessor`` (``octavo/images/``).
-    family: Literal["llava", "idefics3", "gemma3", "qwen2_5_vl"]
+    family: Literal["llava", "idefics3", "gemma3", "gemma4", "qwen2_5_vl"]
     token_id: int
-    #: Tokens of an image that attend to each other in both directions, all computed in one step; 0: none do.
+    #: Maximum tokens of an image that attend to each other in both directions, all computed in one step; 0: none do.
     whole: int = 0
 
     @property
