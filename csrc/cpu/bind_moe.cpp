@@ -275,13 +275,13 @@ class Experts : public Op {
 
 OpPtr route(uintptr_t logits, int64_t logits_stride, uintptr_t bias, uintptr_t chosen, uintptr_t weights,
             int64_t experts, int64_t shared, int64_t top_k, int64_t groups, int64_t top_groups, int64_t best_of_group,
-            Scoring scoring, bool renormalize, double least_sum, double scale, double jitter) {
+            Scoring scoring, bool renormalize, double least_sum, double scale, double jitter, uintptr_t factors) {
   const bool fits = groups >= 1 && top_groups >= 1 && top_groups <= groups && experts % groups == 0 &&
                     best_of_group >= 1 && best_of_group <= experts / groups && top_k >= 1 &&
                     top_k <= experts / groups * top_groups;
   if (!fits) throw std::invalid_argument("so many experts cannot be chosen of these groups");
   return std::make_shared<Route>(Routing{pointer<const float>(logits), logits_stride, pointer<const float>(bias),
-                                         pointer<int32_t>(chosen), pointer<float>(weights), experts, shared, top_k,
+                                         pointer<const float>(factors), pointer<int32_t>(chosen), pointer<float>(weights), experts, shared, top_k,
                                          groups, top_groups, best_of_group, scoring, renormalize,
                                          static_cast<float>(least_sum), static_cast<float>(scale),
                                          static_cast<float>(jitter)});
@@ -343,7 +343,7 @@ void bind_moe(nb::module_& m) {
       "parts"_a, "bias"_a = 0);
   m.def("route", &route, "logits"_a, "logits_stride"_a, "bias"_a, "chosen"_a, "weights"_a, "experts"_a, "shared"_a,
         "top_k"_a, "groups"_a, "top_groups"_a, "best_of_group"_a, "scoring"_a, "renormalize"_a, "least_sum"_a,
-        "scale"_a, "jitter"_a,
+        "scale"_a, "jitter"_a, "factors"_a = 0,
         "The experts of each token of the step and their weights, from its logits.");
   m.def("add_expert_bias", &add_expert_bias, "x"_a, "x_stride"_a, "chosen"_a, "weights"_a, "slots"_a, "table"_a,
         "columns"_a, "x[t] += the sum over the experts of each token t of weight * table[expert].");

@@ -52,13 +52,15 @@ void require_float(Dtype dtype) {
 }
 
 OpPtr embedding(uintptr_t table, int64_t rows, int64_t width, uintptr_t out, Dtype dtype,
-                std::optional<Dtype> out_dtype, int64_t first, Ids ids, double scale, uintptr_t add) {
+                std::optional<Dtype> out_dtype, int64_t first, Ids ids, double scale, uintptr_t add,
+                int64_t otherwise) {
   const Dtype result = out_dtype.value_or(dtype);
   require_float(dtype);
   require_float(result);
+  if (otherwise >= rows) throw std::invalid_argument("the table has no row " + std::to_string(otherwise));
   return row_op(&PointwiseTable::embedding,
                 Embedding{pointer<void>(table), dtype, width, first, rows, ids, pointer<void>(out), result,
-                          static_cast<float>(scale), pointer<float>(add)},
+                          static_cast<float>(scale), pointer<float>(add), otherwise},
                 width);
 }
 
@@ -121,10 +123,20 @@ OpPtr soft_cap(uintptr_t x, int64_t x_stride, int64_t width, double cap) {
                 4 * width);
 }
 
-OpPtr clamp(uintptr_t x, int64_t x_stride, int64_t width, Dtype dtype, double limit) {
+OpPtr clamp(uintptr_t x, int64_t x_stride, int64_t width, Dtype dtype, double limit, double least) {
   require_float(dtype);
-  if (!(limit > 0)) throw std::invalid_argument("a limit must be above 0");
-  return row_op(&PointwiseTable::clamp, Clamp{pointer<void>(x), x_stride, width, dtype, static_cast<float>(limit)},
+  if (!(least <= limit)) throw std::invalid_argument("the lower limit must not be above the upper one");
+  return row_op(&PointwiseTable::clamp,
+                Clamp{pointer<void>(x), x_stride, width, dtype, static_cast<float>(limit), static_cast<float>(least)},
+                width);
+}
+
+OpPtr multiply(uintptr_t x, int64_t x_stride, int64_t width, Dtype dtype, uintptr_t factors, int64_t factors_stride,
+               uintptr_t bias) {
+  require_float(dtype);
+  return row_op(&PointwiseTable::multiply,
+                Multiply{pointer<void>(x), x_stride, width, dtype, pointer<float>(factors), factors_stride,
+                         pointer<float>(bias)},
                 width);
 }
 
@@ -215,12 +227,13 @@ void bind_pointwise(nb::module_& m) {
       .value("positions", Ids::positions)
       .value("token_types", Ids::token_types);
   m.def("embedding", &embedding, "table"_a, "rows"_a, "width"_a, "out"_a, "dtype"_a, "out_dtype"_a = nb::none(),
-        "first"_a = 0, "ids"_a = Ids::token_ids, "scale"_a = 1.0, "add"_a = 0);
+        "first"_a = 0, "ids"_a = Ids::token_ids, "scale"_a = 1.0, "add"_a = 0, "otherwise"_a = -1);
   m.def("rms_norm", &rms_norm, "x"_a, "x_dtype"_a, "x_stride"_a, "weight"_a, "w_dtype"_a, "out"_a, "out_dtype"_a,
         "width"_a, "eps"_a, "rows_per_token"_a = 1, "head_stride"_a = 0, "out_stride"_a = 0, "out_head_stride"_a = 0,
         "add"_a = 0, "weight_head_stride"_a = 0);
   m.def("soft_cap", &soft_cap, "x"_a, "x_stride"_a, "width"_a, "cap"_a);
-  m.def("clamp", &clamp, "x"_a, "x_stride"_a, "width"_a, "dtype"_a, "limit"_a);
+  m.def("clamp", &clamp, "x"_a, "x_stride"_a, "width"_a, "dtype"_a, "limit"_a, "least"_a);
+  m.def("multiply", &multiply, "x"_a, "x_stride"_a, "width"_a, "dtype"_a, "factors"_a, "factors_stride"_a, "bias"_a = 0);
   m.def("scale", &scale, "x"_a, "x_stride"_a, "width"_a, "factor"_a);
   m.def("xielu", &xielu, "x"_a, "x_stride"_a, "width"_a, "positive"_a, "negative"_a, "beta"_a, "eps"_a);
   m.def("query_scale", &query_scale, "q"_a, "q_stride"_a, "q_head_stride"_a, "heads"_a, "width"_a, "dtype"_a, "beta"_a,

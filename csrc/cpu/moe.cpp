@@ -122,7 +122,7 @@ void route_row(const Routing& a, const float* logits, float* scores, float* choi
   }
   if (a.renormalize)
     for (int64_t i = 0; i < a.top_k; ++i) weights[i] /= max(sum + 1e-20f, a.least_sum);
-  for (int64_t i = 0; i < a.top_k; ++i) weights[i] *= a.scale;
+  for (int64_t i = 0; i < a.top_k; ++i) weights[i] *= a.factors == nullptr ? a.scale : a.scale * a.factors[chosen[i]];
   for (int64_t i = 0; i < a.shared; ++i) {
     chosen[a.top_k + i] = static_cast<int32_t>(a.experts + i);
     weights[a.top_k + i] = sigmoid(splat(logits[a.experts + i]))[0];

@@ -14,6 +14,7 @@ struct Routing {
   const float* logits;  // [T, experts + shared], rows so many elements apart
   int64_t logits_stride;
   const float* bias;    // [experts], or null
+  const float* factors;  // [experts] of the weights, or null
   int32_t* chosen;      // [T, top_k + shared]
   float* weights;       // as chosen
   int64_t experts, shared, top_k;

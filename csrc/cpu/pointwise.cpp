@@ -20,10 +20,11 @@ void embedding(const Embedding& a, const Step& step, int64_t begin, int64_t end)
     with_type(a.out_dtype, [&](auto out_type) {
       const int64_t* ids = step.ids(a.ids);
       for (int64_t row = begin; row < end; ++row) {
-        const int64_t held = ids[row] - a.first;
+        int64_t held = ids[row] - a.first;
+        if (held < 0 || held >= a.rows) held = a.otherwise;
         auto* target = static_cast<decltype(out_type)>(a.out) + row * a.width;
         const float* add = a.add == nullptr ? nullptr : a.add + row * a.width;
-        const bool known = held >= 0 && held < a.rows;
+        const bool known = held >= 0;
         const auto* source =
             static_cast<const std::remove_pointer_t<decltype(type)>*>(a.table) + (known ? held * a.width : 0);
         for_vectors(a.width, [&](int64_t i, auto lanes) {
@@ -68,7 +69,7 @@ void soft_cap(const SoftCap& a, const Step&, int64_t begin, int64_t end) {
 }
 
 void clamp(const Clamp& a, const Step&, int64_t begin, int64_t end) {
-  const F32 most = splat(a.limit), least = splat(-a.limit);
+  const F32 most = splat(a.limit), least = splat(a.least);
   with_type(a.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     for (int64_t row = begin; row < end; ++row) {
@@ -86,6 +87,19 @@ void scale(const Scale& a, const Step&, int64_t begin, int64_t end) {
     float* x = a.x + row * a.x_stride;
     for_vectors(a.width, [&](int64_t i, auto lanes) { store(x + i, load(x + i, lanes) * a.factor, lanes); });
   }
+}
+
+void multiply(const Multiply& a, const Step&, int64_t begin, int64_t end) {
+  with_type(a.dtype, [&](auto type) {
+    for (int64_t row = begin; row < end; ++row) {
+      auto* x = static_cast<decltype(type)>(a.x) + row * a.x_stride;
+      const float* factors = a.factors + row * a.factors_stride;
+      for_vectors(a.width, [&](int64_t i, auto lanes) {
+        const F32 product = load(x + i, lanes) * load(factors + i, lanes);
+        store(x + i, a.bias == nullptr ? product : product + load(a.bias + i, lanes), lanes);
+      });
+    }
+  });
 }
 
 void xielu_rows(const Xielu& a, const Step&, int64_t begin, int64_t end) {
@@ -233,7 +247,7 @@ double logsumexp(const float* row, int64_t width) {
 
 const PointwiseTable* pointwise_table() {
   static const PointwiseTable table{embedding, rms_norm,   layer_norm,  activate, soft_cap, clamp, rotary,
-                                    scale,     xielu_rows, query_scale, argmax,   logsumexp};
+                                    scale,     multiply,   xielu_rows,  query_scale, argmax, logsumexp};
   return &table;
 }
 

@@ -6,8 +6,8 @@
 
 namespace octavo {
 
-// out[row] = scale * table[id - first] + add[row], all [.., width]; a row that the table [rows, width] does not have is
-// zero. `add` may be null, and may be the memory of out.
+// out[row] = scale * table[id - first] + add[row], all [.., width]; for ids that the table [rows, width] does not have,
+// row `otherwise` counts, or zeros if it is negative. `add` may be null, and may be the memory of out.
 struct Embedding {
   const void* table;
   Dtype dtype;
@@ -18,6 +18,7 @@ struct Embedding {
   Dtype out_dtype;
   float scale;
   const float* add;
+  int64_t otherwise = -1;
 };
 
 // Row t * heads + h lies at x + t * x_stride + h * x_head_stride, and likewise in out; in place is allowed.
@@ -46,12 +47,12 @@ struct SoftCap {
   float cap;
 };
 
-// x [T, width] = min(max(x, -limit), limit), in place; rows are strided. NaN stays NaN.
+// x [T, width] = min(max(x, least), limit), in place; rows are strided. NaN stays NaN.
 struct Clamp {
   void* x;
   int64_t x_stride, width;
   Dtype dtype;
-  float limit;
+  float limit, least;
 };
 
 // x [T, width] = factor * x, in place; rows are strided.
@@ -59,6 +60,17 @@ struct Scale {
   float* x;
   int64_t x_stride, width;
   float factor;
+};
+
+// x [T, width] = factors * x + bias, rounded once, in place; rows of x and factors are strided, by 0 if all rows have
+// the same factors. The bias [width] may be null.
+struct Multiply {
+  void* x;
+  int64_t x_stride, width;
+  Dtype dtype;
+  const float* factors;
+  int64_t factors_stride;
+  const float* bias;
 };
 
 // x [T, width] = xielu(x), in place; rows are strided.
@@ -120,6 +132,7 @@ struct PointwiseTable {
   void (*clamp)(const Clamp&, const Step&, int64_t begin, int64_t end);
   void (*rotary)(const Rotary&, const Step&, int64_t begin, int64_t end);
   void (*scale)(const Scale&, const Step&, int64_t begin, int64_t end);
+  void (*multiply)(const Multiply&, const Step&, int64_t begin, int64_t end);
   void (*xielu)(const Xielu&, const Step&, int64_t begin, int64_t end);
   void (*query_scale)(const QueryScale&, const Step&, int64_t begin, int64_t end);
   // The index of a row's largest value, the lowest of several; -1 if there is a NaN.

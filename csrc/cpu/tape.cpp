@@ -133,7 +133,7 @@ class Tape {
 // Calls a Python function with the number of rows. An exception ends the run of the tape.
 class HostCall : public Op {
  public:
-  explicit HostCall(nb::object function) : function_(std::move(function)) {}
+  HostCall(nb::object function, bool takes_ids) : function_(std::move(function)), takes_ids_(takes_ids) {}
   ~HostCall() override {
     nb::gil_scoped_acquire acquire;
     function_.reset();
@@ -141,11 +141,15 @@ class HostCall : public Op {
   void run(const Step& step) override {
     nb::gil_scoped_acquire acquire;
     const auto mode = DenormalMode::kept();
-    function_(step.tokens);
+    if (takes_ids_)
+      function_(step.tokens, reinterpret_cast<uintptr_t>(step.token_ids));
+    else
+      function_(step.tokens);
   }
 
  private:
   nb::object function_;
+  bool takes_ids_;
 };
 
 // out[i] = x[sampled_rows[i]], rows of so many bytes. Not a TokenOp, as it reads other rows than it writes.
@@ -238,8 +242,11 @@ void bind_tape(nb::module_& m) {
            },
            "memory"_a, "bytes"_a, "rank"_a, "size"_a, "timeout"_a)
       .def_static("bytes_for", &Communicator::bytes_for, "size"_a, "slot_floats"_a);
-  m.def("host_call", [](nb::object function) -> OpPtr { return std::make_shared<HostCall>(std::move(function)); },
-        "function"_a);
+  m.def("host_call",
+        [](nb::object function, bool takes_ids) -> OpPtr {
+          return std::make_shared<HostCall>(std::move(function), takes_ids);
+        },
+        "function"_a, "takes_ids"_a = false);
   m.def("take_sampled",
         [](uintptr_t x, int64_t stride, uintptr_t out, int64_t bytes) -> OpPtr {
           return std::make_shared<TakeSampled>(pointer<char>(x), stride, pointer<char>(out), bytes);

@@ -502,7 +502,7 @@ def _memory_facts(
     from octavo.engine.memory_needs import gguf_bytes
     from octavo.kernels import resolve_device
     from octavo.loader.resolve import weight_quantization
-    from octavo.models.network import build_without_weights, weight_bytes
+    from octavo.models.network import build_without_weights, size_bytes, weight_bytes
     from octavo.runner.memory import available_memory, cache_size
 
     total = None
@@ -518,7 +518,7 @@ def _memory_facts(
         weights = gguf_bytes(gguf)
     else:
         dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
-        weights = weight_bytes(build_without_weights(config, dtype, quantization))
+        weights = weight_bytes(build_without_weights(config, dtype, quantization), maps_tables=backend == "cpu")
     context = min(options.max_model_len or config.max_position, config.max_position)
     groups = [
         GroupShape(
@@ -537,9 +537,11 @@ def _memory_facts(
             longest, sequences = size.max_model_len, layout.full_length_seqs(size.num_blocks, context)
         except InsufficientMemoryError:
             longest, sequences = 0, 0
+    mapped = size_bytes(*(weight for weight in network.weights() if weight.is_mapped)) if backend == "cpu" else 0
     return {
         "context": context,
         "weights_bytes": weights,
+        **({"mapped_bytes": mapped} if mapped else {}),
         "kv_cache_bytes": cache,
         "needed_bytes": weights + cache,
         "available_bytes": available,
@@ -700,6 +702,8 @@ def _memory_lines(memory: Mapping[str, Any]) -> list[tuple[str, str]]:
     parts = f"{readable_size(memory['weights_bytes'])} weights"
     if memory["kv_cache_bytes"]:
         parts += f" + {readable_size(memory['kv_cache_bytes'])} kv cache of {memory['context']} tokens"
+    if "mapped_bytes" in memory:
+        parts += f"; {readable_size(memory['mapped_bytes'])} of embeddings stay in the mapped file"
     free = f"{readable_size(memory['available_bytes'])} are free"
     if not memory["fits"]:
         longest = memory["longest_context"]

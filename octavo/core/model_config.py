@@ -39,10 +39,11 @@ class EncoderFacts:
 class ImageFacts:
     #: The ``ImageProcessor`` (``octavo/images/``).
     family: Literal[
-        "llava", "idefics3", "gemma3", "internvl", "lfm2_vl", "llava_next", "pixtral", "qwen2_5_vl", "qwen3_vl"
+        "llava", "idefics3", "gemma3", "gemma4", "internvl", "lfm2_vl", "llava_next", "pixtral", "qwen2_5_vl",
+        "qwen3_vl",
     ]
     token_id: int
-    #: Tokens of an image that attend to each other in both directions, all computed in one step; 0: none do.
+    #: Maximum tokens of an image that attend to each other in both directions, all computed in one step; 0: none do.
     whole: int = 0
     #: Decoder layers before which further vectors of a feature are added to the residual stream (DeepStack: Meng et al.
     #: 2024, arXiv 2406.04334), ascending; the number of layers: after the last.

@@ -395,4 +395,6 @@ def find_reasoning_marks(template: str) -> str | None:
             return name
         # Some templates remove the reasoning of earlier answers, and open none.
         return "qwen3" if think.start in template else "deepseek_r1"
+    if REASONING_MARKS["gemma"].end in template:  # those of the small models never write the start
+        return "gemma"
     return next((name for name, marks in REASONING_MARKS.items() if marks.start in template), None)

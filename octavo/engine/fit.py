@@ -25,7 +25,7 @@ from octavo.kernels.interface import Kernels
 from octavo.layers.layer import Weight
 from octavo.loader.files import readable_size
 from octavo.loader.resolve import weight_quantization
-from octavo.models.network import Network, build_without_weights
+from octavo.models.network import Network, attended_specs, build_without_weights
 from octavo.runner.memory import activation_bytes, memory_limits
 
 #: Share of the memory that stays free: allocators round up, and other processes come and go.
@@ -254,7 +254,11 @@ class Fit:
             draft_tokens = options.kept_draft_tokens
             network = build_without_weights(self.config, resolved, form, kv, draft_tokens=draft_tokens)
             self._networks[key] = Sizes(
-                network, resolved, self._gguf if form == "gguf" else None, self.options.load_format == "dummy"
+                network,
+                resolved,
+                self._gguf if form == "gguf" else None,
+                self.options.load_format == "dummy",
+                self._kernels.maps_tables,
             )
         return self._networks[key]
 
@@ -406,7 +410,7 @@ class GGUFSizes:
 
     @classmethod
     def of(cls, path: Path) -> GGUFSizes:
-        from octavo.loader.gguf_file import GGUFFile
+        from octavo.loader.gguf_file import GGUFFile, is_mapped
 
         linear: Counter[str] = Counter()
         experts: Counter[str] = Counter()
@@ -414,6 +418,8 @@ class GGUFSizes:
         size = 0
         for name, tensor in GGUFFile(path).tensors.items():
             kind, numbers = tensor.type.name, math.prod(tensor.shape)
+            if is_mapped(tensor):
+                continue
             if len(tensor.shape) == 1:
                 size += 4 * numbers
                 continue
@@ -436,12 +442,14 @@ class Sizes:
     gguf: GGUFSizes | None = None
     #: Whether weights are random, not read.
     is_random: bool = False
+    #: See ``Kernels``.
+    maps_tables: bool = False
 
     @functools.cached_property
     def weight_bytes(self) -> int:
         if self.gguf is not None:
             return self.gguf.num_bytes
-        return _packed(list(self.network.weights()))
+        return self._packed(list(self.network.weights()))
 
     @functools.cached_property
     def parts(self) -> list[tuple[str, str, float, float]]:
@@ -478,13 +486,15 @@ class Sizes:
         width = 4 if self.dtype == "float32" else 2
         left = Counter(id(layer) for _, layer, _ in tensors)
         layers = {id(layer): layer for _, layer, _ in tensors}
-        packed = {key: _packed(layer.holds) for key, layer in layers.items()}
+        packed = {key: self._packed(layer.holds) for key, layer in layers.items()}
         held: Counter[int] = Counter()
         # A head of its own form is made of the embedding.
         rest = self.weight_bytes - sum(packed.values())
         peak = done = waiting = 0
         for _, layer, shard in tensors:
             number, key = math.prod(layer.expected[shard]), id(layer)
+            if not packed[key] and layer.holds:  # it stays in the file
+                continue
             made = 4 * number * self.is_random
             held[key] += width * number
             waiting += width * number
@@ -497,13 +507,12 @@ class Sizes:
             waiting -= held[key]
         return max(peak, self.weight_bytes)
 
-
-def _packed(weights: Sequence[Weight]) -> int:
-    return sum(
-        4 * math.prod(w.shape) if w.kind == "vector" else packed_bytes(str(w.dtype), w.shape)
-        for w in weights
-        if not w.is_tied
-    )
+    def _packed(self, weights: Sequence[Weight]) -> int:
+        return sum(
+            4 * math.prod(w.shape) if w.kind == "vector" else packed_bytes(str(w.dtype), w.shape)
+            for w in weights
+            if not w.is_tied and not (w.is_mapped and self.maps_tables and not self.is_random)
+        )
 
 
 class StepTimes:
@@ -518,7 +527,7 @@ class StepTimes:
         self._cost = rates.step()
         network = sizes.network
         self._config = network.config
-        attends = [spec for spec in network.kv_specs if spec.kind not in ("state", "none")]
+        attends = [spec for spec in attended_specs(network) if spec.kind not in ("state", "none")]
         self._attends = attends
         self._states = sum(spec.bytes_per_state for spec in network.kv_specs)
 

@@ -88,7 +88,10 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
     quantization = weight_quantization(options, backend, config.quantization, is_gguf=gguf is not None)
     dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
     network = build_without_weights(config, dtype, quantization, options.kv_cache_dtype)
-    weights = gguf_bytes(gguf) if gguf is not None and quantization == "gguf" else weight_bytes(network)
+    if gguf is not None and quantization == "gguf":
+        weights = gguf_bytes(gguf)
+    else:
+        weights = weight_bytes(network, maps_tables=backend == "cpu")
     groups = [
         GroupShape(
             len(group.layers) * (group.spec.bytes_per_token * options.block_size + group.spec.bytes_per_state),
@@ -126,13 +129,18 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
 
 
 def gguf_bytes(gguf: Path) -> int:
-    """Bytes in memory of a GGUF file's weights: in the file's own bits, or in 8 bits with a scale per 32 values."""
+    """Bytes in memory of a GGUF file's weights: in the file's own bits, or in 8 bits with a scale per 32 values.
+
+    Tables that stay in the mapped file do not count.
+    """
     from octavo.kernels.cpu.linear import KEPT_TYPES
-    from octavo.loader.gguf_file import GGUFFile
+    from octavo.loader.gguf_file import GGUFFile, is_mapped
 
     size = 0.0
     for tensor in GGUFFile(gguf).tensors.values():
         numbers, kind = math.prod(tensor.shape), tensor.type.name
+        if is_mapped(tensor):
+            continue
         if len(tensor.shape) == 1:
             size += 4 * numbers
         elif kind in ("F32", "F16", "BF16"):

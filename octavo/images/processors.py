@@ -22,9 +22,12 @@ from octavo.images.image_files import MAX_RATIO, center_crop, check_ratio, pad_t
 #: Means and standard deviations of the channels in the training of CLIP, and of SigLIP.
 _CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 _SIGLIP = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+#: Colours from 0 to 1 stay so.
+_UNCHANGED = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 _CHANNELS = {
     **dict.fromkeys(("internvl", "llava", "llava_next", "mistral3"), _CLIP),
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _CLIP),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), _UNCHANGED),
     **dict.fromkeys(("gemma3", "idefics3", "lfm2_vl", "smolvlm"), _SIGLIP),
 }
 _FILTERS = 6
@@ -193,6 +196,59 @@ def read_gemma3(settings: ImageSettings) -> Gemma3Processor:
         height=height, width=width, resample=settings.resample(_BILINEAR),
         num_features=settings.config.positive("mm_tokens_per_image", 256, MAX_SIDE),
     )  # fmt: skip
+
+
+# Gemma 4: any ratio, with as many features as a budget allows.
+
+#: Default of the budget.
+GEMMA4_FEATURES = 280
+
+
+class Gemma4Processor(msgspec.Struct, frozen=True, tag=True):
+    """One piece, whose sides are multiples of a feature's; the placeholder is the token of features."""
+
+    placeholder: str
+    start_token: str
+    end_token: str
+    #: Side of a feature in pixels: ``pooling_kernel_size`` x ``pooling_kernel_size`` patches of ``patch_size`` pixels.
+    feature_side: int
+    max_features: int
+    resample: int
+
+    def process(self, image: np.ndarray) -> ProcessedImage:
+        height, width = self._resized(*image.shape[:2])
+        piece = image if (height, width) == image.shape[:2] else resize(image, height, width, self.resample)
+        features = height * width // self.feature_side**2
+        expansion = f"{self.start_token}{self.placeholder * features}{self.end_token}"
+        return ProcessedImage(ImageInput.of(piece[None]), expansion, features)
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        """The largest multiples of a feature's side with about the same ratio; the shorter side has one at least."""
+        side, most = self.feature_side, self.max_features
+        factor = math.sqrt(most * side**2 / (height * width))
+        rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
+        if not rows:
+            rows, columns = 1, min(width // height, most)
+        elif not columns:
+            rows, columns = min(height // width, most), 1
+        return rows * side, columns * side
+
+
+def read_gemma4(settings: ImageSettings) -> Gemma4Processor:
+    """Raises ConfigError for invalid settings."""
+    patch, pool = settings.positive("patch_size", 16, MAX_SIDE), settings.positive("pooling_kernel_size", 3, MAX_SIDE)
+    for name, used, default in (("patch_size", patch, 16), ("pooling_kernel_size", pool, 3)):
+        of_network = settings.vision.positive(name, default)
+        if used != of_network:
+            raise ConfigError(f"{settings.file}: {name} is {used}, but the network's (config.json) is {of_network}")
+    return Gemma4Processor(
+        placeholder=settings.token("<|image|>", "image_token_id"),
+        start_token=settings.token("<|image>", "boi_token_id"),
+        end_token=settings.token("<image|>", "eoi_token_id"),
+        feature_side=patch * pool,
+        max_features=settings.positive("max_soft_tokens", GEMMA4_FEATURES, MAX_SIDE),
+        resample=settings.resample(_BICUBIC),
+    )
 
 
 # Idefics3 and SmolVLM (Laurençon et al. 2024, section 3.2): tiles, and the whole image as one more.
@@ -793,13 +849,14 @@ def pixel_bounds(settings: ImageSettings) -> tuple[int, int]:
 
 #: An ``ImageProcessor``; msgspec writes which one it is.
 AnyProcessor: TypeAlias = (
-    LlavaProcessor | Idefics3Processor | Gemma3Processor | Qwen2_5_VLProcessor
+    LlavaProcessor | Idefics3Processor | Gemma3Processor | Gemma4Processor | Qwen2_5_VLProcessor
     | InternVLProcessor | Lfm2VlProcessor | LlavaNextProcessor | PixtralProcessor
 )  # fmt: skip
 
 #: By ``model_type`` of config.json.
 _READERS: dict[str, Callable[[ImageSettings], AnyProcessor]] = {
     "llava": read_llava, "idefics3": read_idefics3, "smolvlm": read_idefics3, "gemma3": read_gemma3,
+    "gemma4": read_gemma4, "gemma4_unified": read_gemma4,
     "internvl": read_internvl, "lfm2_vl": read_lfm2_vl, "llava_next": read_llava_next, "mistral3": read_pixtral,
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), read_qwen2_5_vl),
 }  # fmt: skip

@@ -18,7 +18,7 @@ import numpy as np
 from octavo.config.kv_spec import KVSpec, LayerGroup
 from octavo.core.dtypes import DType
 from octavo.core.errors import AdapterError, ConfigError
-from octavo.kernels.weight_rows import QuantizedRows
+from octavo.kernels.weight_rows import QuantizedRows, to_values
 
 if TYPE_CHECKING:
     from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
@@ -83,6 +83,8 @@ class Kernels(ArrayMaker):
 
     name: str
     adapters: Adapters
+    #: Whether ``keep_table`` keeps the mapped file, where its type allows.
+    maps_tables: ClassVar[bool] = False
     #: The tensor-parallel group, if there are several ranks.
     group: Communicator | None = None
     #: Context in which steps are computed, such as torch without gradients.
@@ -222,7 +224,9 @@ class Kernels(ArrayMaker):
         """
 
     @abstractmethod
-    def route(self, logits: Array, spec: RoutingSpec, bias: Array | None = None) -> tuple[Array, Array]:
+    def route(
+        self, logits: Array, spec: RoutingSpec, bias: Array | None = None, factors: Array | None = None
+    ) -> tuple[Array, Array]:
         """The experts of each token, int32 [T, top_k + shared], and their weights, float32, chosen by ``spec``.
 
         A token whose logits have a NaN gets some experts, with NaN as their weights.
@@ -232,6 +236,7 @@ class Kernels(ArrayMaker):
             spec: checked against the number of experts by ``RoutingSpec.check``.
             bias: float32 [experts], added to the scores for the choice alone (DeepSeek-AI 2024, arXiv 2412.19437,
                 section 2.1.2).
+            factors: float32 [experts], by which the weights are multiplied last; not with "sparsemixer".
         """
 
     @abstractmethod
@@ -248,14 +253,29 @@ class Kernels(ArrayMaker):
             bias: float32 [experts, E].
         """
 
+    def keep_table(self, tensor: np.ndarray | QuantizedRows, dtype: DType) -> Array:
+        """A checkpoint's tensor [rows, E] as a table for ``embedding``, by default a copy that is rounded to ``dtype``.
+
+        On the host it may be the mapped file itself, of which ``embedding`` reads only the rows of a step's tokens.
+        """
+        return self.array(to_values(tensor), dtype)
+
     @abstractmethod
     def embedding(
-        self, ids: Array, table: Array, first: int = 0, *, scale: float = 1.0, add: Array | None = None
+        self,
+        ids: Array,
+        table: Array,
+        first: int = 0,
+        *,
+        scale: float = 1.0,
+        add: Array | None = None,
+        otherwise: int | None = None,
     ) -> Array:
         """scale * rows of table [rows, E] + add, for ids int64 [T]: float32 [T, E].
 
-        Row 0 is that of id ``first``. Ids outside the table, which other ranks hold, have rows of zeros. ``ids`` may be
-        the batch's token ids, their positions or their types. The memory of ``add``, float32 [T, E], may be reused.
+        Row 0 is that of id ``first``. Ids outside the table, which other ranks hold, have rows of zeros, or the row
+        ``otherwise``. ``ids`` may be the batch's token ids, their positions or their types. The memory of ``add``,
+        float32 [T, E], may be reused.
         """
 
     @abstractmethod
@@ -276,8 +296,11 @@ class Kernels(ArrayMaker):
         """Layer norm over the last dimension (Ba et al. 2016), computed in float32; x and result as in ``rms_norm``."""
 
     @abstractmethod
-    def clamp(self, x: Array, limit: float) -> Array:
-        """min(max(x, -limit), limit) in place; x [T, E], rows may be strided. NaN stays NaN."""
+    def clamp(self, x: Array, limit: float, least: float | None = None) -> Array:
+        """min(max(x, least), limit) in place, ``least`` by default -limit; x [T, E], rows may be strided.
+
+        NaN stays NaN.
+        """
 
     @abstractmethod
     def soft_cap(self, x: Array, cap: float) -> Array:
@@ -286,6 +309,19 @@ class Kernels(ArrayMaker):
     @abstractmethod
     def scale(self, x: Array, factor: float) -> Array:
         """factor * x, float32 [T, width]; its memory may be reused."""
+
+    @abstractmethod
+    def activate(self, x: Array, activation: Activation) -> Array:
+        """activation(x) in place; x [T, width] of any float type."""
+
+    @abstractmethod
+    def multiply(self, x: Array, factors: Array, bias: Array | None = None) -> Array:
+        """factors * x + bias in place, computed in float32; x [T, width] of any float type, rows may be strided.
+
+        Args:
+            factors: float32 [T, width], rows may be strided; or [width].
+            bias: float32 [width].
+        """
 
     @abstractmethod
     def xielu(self, x: Array, parameters: Xielu) -> Array:

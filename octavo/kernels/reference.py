@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -35,7 +34,7 @@ from octavo.kernels.interface import (
     no_wait,
     round_part,
 )
-from octavo.kernels.torch_backend import TorchKernels, TorchLogits, TorchWeight, to_torch, torch_dtype
+from octavo.kernels.torch_backend import ACTIVATIONS, TorchKernels, TorchLogits, TorchWeight, to_torch, torch_dtype
 from octavo.kernels.weight_rows import QuantizedRows
 
 #: Maximum number of float32 elements in a tensor of gathered keys or of scores (64 MiB).
@@ -92,8 +91,17 @@ class ReferenceKernels(TorchKernels):
         return PlainWeight(*self.stack(matrices, bias, dtype), gated)
 
     def embedding(
-        self, ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None
+        self,
+        ids: Tensor,
+        table: Tensor,
+        first: int = 0,
+        *,
+        scale: float = 1.0,
+        add: Tensor | None = None,
+        otherwise: int | None = None,
     ) -> Tensor:
+        if otherwise is not None:
+            ids = torch.where((ids >= first) & (ids < first + len(table)), ids, first + otherwise)
         rows = masked_embedding(ids, table, first)
         rows = rows if scale == 1.0 else rows.mul_(scale)
         return rows if add is None else rows.add_(add)
@@ -197,17 +205,6 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
     return torch.from_numpy(raw).view(dtype).view(shape)
 
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-    "swiglu_oai": lambda x: (x := x.clamp(max=SWIGLU_LIMIT)) * torch.sigmoid(1.702 * x),
-    "relu2": lambda x: F.relu(x).square(),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class PlainWeight(TorchWeight):
     def rows(self, ids: Tensor, first: int, *, scale: float, dtype: DType) -> Tensor:
@@ -231,9 +228,9 @@ class PlainWeight(TorchWeight):
             gate, up = product.chunk(2, dim=-1)
             if activation == "swiglu_oai":
                 up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
-            product = _ACTIVATIONS[activation](gate) * up
+            product = ACTIVATIONS[activation](gate) * up
         elif activation is not None:
-            product = _ACTIVATIONS[activation](product)
+            product = ACTIVATIONS[activation](product)
         return product.to(to)
 
 

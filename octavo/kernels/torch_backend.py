@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from octavo.core.errors import ConfigError, InsufficientMemoryError
 from octavo.kernels import reference_gated_delta, reference_scan, reference_states
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import (
+    SWIGLU_LIMIT,
     Activation,
     Array,
     AttentionTemperature,
@@ -65,6 +67,18 @@ def from_torch(x: Tensor) -> np.ndarray:
         return x.view(_FOREIGN[name][1]).numpy().view(name.numpy)
     values: np.ndarray = x.numpy()
     return values
+
+
+#: Of float32.
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "swiglu_oai": lambda x: (x := x.clamp(max=SWIGLU_LIMIT)) * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 class TorchKernels(Kernels):
@@ -115,14 +129,21 @@ class TorchKernels(Kernels):
     def mean_sampled(self, hidden: Tensor, batch: ForwardBatch, rows: int) -> Tensor:
         return _sampled_runs(hidden, batch, rows).mean(1)
 
-    def clamp(self, x: Tensor, limit: float) -> Tensor:
-        return x.clamp_(-limit, limit)
+    def clamp(self, x: Tensor, limit: float, least: float | None = None) -> Tensor:
+        return x.clamp_(-limit if least is None else least, limit)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return x.div_(cap).tanh_().mul_(cap)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x.mul_(factor)
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        return x.copy_(ACTIVATIONS[activation](x.float()))
+
+    def multiply(self, x: Tensor, factors: Tensor, bias: Tensor | None = None) -> Tensor:
+        product = x.float() * factors
+        return x.copy_(product if bias is None else product + bias)
 
     def xielu(self, x: Tensor, parameters: Xielu) -> Tensor:
         positive, negative, beta, eps = parameters
@@ -206,7 +227,9 @@ class TorchKernels(Kernels):
         """The sum [N, 1] of each of a few numbers, x [N, K]."""
         return x.sum(-1, keepdim=True)
 
-    def route(self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, spec: RoutingSpec, bias: Tensor | None = None, factors: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         routed, shared = logits.split([logits.shape[1] - spec.shared, spec.shared], dim=1)
         if spec.scoring == "sparsemixer":
             experts, weights = _sparse_mixer(routed, spec.top_k, spec.jitter)
@@ -229,7 +252,8 @@ class TorchKernels(Kernels):
             weights = weights / (self.sum_of_rows(weights) + 1e-20).clamp(min=spec.least_sum)
         weights = weights.masked_fill(routed.isnan().any(-1, keepdim=True), float("nan"))
         behind = torch.arange(routed.shape[1], logits.shape[1], device=logits.device).expand(len(logits), -1)
-        weights = torch.cat((weights * spec.scale, shared.sigmoid()), 1)
+        scale = spec.scale if factors is None else spec.scale * factors[experts]
+        weights = torch.cat((weights * scale, shared.sigmoid()), 1)
         return torch.cat((experts, behind), 1).to(torch.int32), weights
 
     def latent_rotary_and_cache(

@@ -45,6 +45,8 @@ class Weight(NamedTuple):
     pieces: int = 1
     #: Share of the tokens for which it is read: of an expert, experts of a token / experts.
     active: float = 1.0
+    #: Whether it may stay in the mapped file, see ``Kernels.keep_table``: it then takes no memory of its own.
+    is_mapped: bool = False
 
 
 class Layer:

@@ -131,6 +131,28 @@ class LayerFeatures(Layer):
         return self.kernels.embedding(ids, self.table, self._first, add=residual)
 
 
+class MappedEmbedding(Layer):
+    """A large table of token embeddings, whole on every rank, which stays in the mapped file if the kernels read it.
+
+    Of ids past the table, such as those of virtual tokens, row ``otherwise`` is the embedding.
+    """
+
+    def __init__(self, context: LayerContext, rows: int, width: int, *, scale: float, otherwise: int) -> None:
+        super().__init__()
+        self.kernels, self._dtype = context.kernels, context.dtype
+        self._scale, self._otherwise = scale, otherwise
+        self.expected["weight"] = (rows, width)
+        self.holds.append(Weight("weight", (rows, width), "embedding", context.dtype, is_mapped=True))
+        self.table: Array
+
+    def __call__(self, ids: Array) -> Array:
+        """Ids int64 [T], those of the batch, to float32 [T, width], multiplied by ``scale``."""
+        return self.kernels.embedding(ids, self.table, scale=self._scale, otherwise=self._otherwise)
+
+    def place(self, shard: str, tensor: np.ndarray | QuantizedRows) -> None:
+        self.table = self.kernels.keep_table(tensor, self._dtype)
+
+
 class PositionEmbedding(Layer):
     """Learned embedding of positions, whole on every rank; row ``offset`` is that of position 0."""
 

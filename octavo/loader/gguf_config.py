@@ -25,6 +25,7 @@ from octavo.loader.sentencepiece import (
     PreTokenizer,
     SentencePieceModel,
     add_by_type,
+    gemma_bpe,
     parse_merges,
     surround,
     word_piece,
@@ -76,6 +77,8 @@ def generation_config(file: GGUFFile) -> dict[str, Any]:
     tokens = file.metadata.get("tokenizer.ggml.tokens") or []
     if "<|return|>" in tokens and "<|call|>" in tokens:  # gpt-oss ends its turn with either; files name one
         ends.append(tokens.index("<|call|>"))
+    if "<tool_call|>" in tokens and "<|tool_response>" in tokens:  # behind its calls Gemma 4 waits for their results
+        ends.append(tokens.index("<|tool_response>"))
     config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
     for ours, theirs in (("bos", "bos"), ("pad", "padding")):
         if (token := file.metadata.get(f"tokenizer.ggml.{theirs}_token_id")) is not None:
@@ -348,6 +351,66 @@ def _gemma3(m: Metadata) -> dict[str, Any]:
         final_logit_softcapping=m.real("final_logit_softcapping") if m.has("final_logit_softcapping") else None,
         attn_logit_softcapping=None,
     )
+
+
+def _gemma4(m: Metadata) -> dict[str, Any]:
+    """Sizes of layers are arrays; that values are keys shows in what global layers lack."""
+    sliding, shared = m.sliding_layers(6), m.optional("attention.shared_kv_layers") or 0
+    kv_heads, inner = m.by_layer("attention.head_count_kv"), m.by_layer("feed_forward_length")
+    layers = len(sliding)
+    if all(sliding) or any(
+        heads != kv_heads[sliding.index(kind)] for heads, kind in zip(kv_heads, sliding, strict=True)
+    ):
+        raise UnsupportedModelError(
+            f"{m.file.path}: {m.arch}.attention.head_count_kv must have one number of KV heads for layers with a "
+            f"window, and one for others, not {kv_heads}"
+        )
+    first_global = sliding.index(False)
+    wide = bool(shared) and inner[-1] == 2 * inner[0]
+    if inner != [inner[0] * (2 if wide and layer >= layers - shared else 1) for layer in range(layers)]:
+        raise UnsupportedModelError(f"{m.file.path}: {m.arch}.feed_forward_length {inner} is not supported")
+    experts = m.optional("expert_count") or 0
+    mixture = {}
+    if experts:
+        mixture = {
+            "top_k_experts": m.integer("expert_used_count"),
+            "moe_intermediate_size": m.integer("expert_feed_forward_length"),
+        }
+    return {
+        "hidden_size": m.integer("embedding_length"),
+        "intermediate_size": inner[0],
+        "num_hidden_layers": layers,
+        "num_attention_heads": m.integer("attention.head_count"),
+        "num_key_value_heads": kv_heads[sliding.index(True)] if any(sliding) else kv_heads[0],
+        "num_global_key_value_heads": kv_heads[first_global],
+        "head_dim": m.integer("attention.key_length_swa", default=m.head_dim()),
+        "global_head_dim": m.head_dim(),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": m.integer("context_length"),
+        "rms_norm_eps": m.real("attention.layer_norm_rms_epsilon", default=1e-6),
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding],
+        "sliding_window": m.integer("attention.sliding_window"),
+        "attention_k_eq_v": not m.holds(f"blk.{first_global}.attn_v.weight"),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": wide,
+        "hidden_size_per_layer_input": m.optional("embedding_length_per_layer_input") or 0,
+        "vocab_size_per_layer_input": m.rows("per_layer_token_embd.weight") or 0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": m.real("rope.freq_base", default=1e6),
+                "partial_rotary_factor": m.rotated_share(),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": m.real("rope.freq_base_swa", default=10000.0),
+            },
+        },
+        "final_logit_softcapping": m.real("final_logit_softcapping") if m.has("final_logit_softcapping") else None,
+        "enable_moe_block": bool(experts),
+        "num_experts": experts or None,
+        **mixture,
+    }
 
 
 def _gemma_embedding(m: Metadata) -> dict[str, Any]:
@@ -853,6 +916,7 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     "gemma": ("GemmaForCausalLM", _gemma),
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
+    "gemma4": ("Gemma4ForCausalLM", _gemma4),
     "gemma-embedding": ("Gemma3TextModel", _gemma_embedding),
     "phi3": ("Phi3ForCausalLM", _phi3),
     "gpt-oss": ("GptOssForCausalLM", _gpt_oss),
@@ -896,6 +960,7 @@ def _kind(m: Metadata) -> str:
 #: llama.cpp's default ids of special tokens by kind (``tokenizer.ggml.model``).
 _DEFAULT_IDS: dict[str, dict[str, int]] = {
     "gpt2": {},
+    "gemma4": {},
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "t5": {"eos": 1, "unknown": 2, "padding": 0},
     "bert": {"cls": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
@@ -907,6 +972,9 @@ def write_tokenizer(file: GGUFFile, folder: Path, vocab_size: int) -> None:
     data = _Data(file, vocab_size)
     if data.kind == "gpt2":
         tokenizer = _byte_level(data)
+    elif data.kind == "gemma4":
+        tokenizer = gemma_bpe(data.path, data.ids, parse_merges(data.path, data.get("merges") or ()))
+        add_by_type(tokenizer, data.tokens, data.types, CONTROL)
     elif data.kind in ("llama", "t5"):
         tokenizer = _sentencepiece(data).build()
     else:
@@ -1037,7 +1105,7 @@ def _config(data: _Data) -> dict[str, Any]:
         "cls_token": data.token("cls"),
         "mask_token": data.token("mask"),
     }
-    adds_bos = data.kind == "llama" or (data.kind == "gpt2" and _family(data).adds_bos)
+    adds_bos = data.kind in ("gemma4", "llama") or (data.kind == "gpt2" and _family(data).adds_bos)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

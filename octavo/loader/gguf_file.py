@@ -40,6 +40,7 @@ from octavo.models.checkpoint import (
     is_transposed,
     transpose,
 )
+from octavo.models.gemma4 import Gemma4Config
 from octavo.models.qwen3_next import Qwen3NextConfig
 from octavo.process.startup import GIB
 
@@ -88,6 +89,11 @@ class GGUFTensor:
     def rows(self) -> int:
         """The product of all dimensions but the last."""
         return math.prod(self.shape[:-1])
+
+
+def is_mapped(tensor: GGUFTensor) -> bool:
+    """Whether the CPU kernels leave a table in the mapped file."""
+    return tensor.name == "per_layer_token_embd.weight" and tensor.type is not GGMLQuantizationType.F16
 
 
 class GGUFFile:
@@ -179,6 +185,12 @@ class GGUFFile:
         step = max(1, _PIECE // head.row_bytes)
         pieces = (slice(start, start + step) for start in range(0, head.rows, step))
         return all(np.array_equal(self.read_rows(head, piece), self.read_rows(embedding, piece)) for piece in pieces)
+
+    def map_rows(self, tensor: GGUFTensor, rows: slice) -> np.ndarray:
+        """As ``read_rows``, of the mapped file: only rows that are used are read from disk."""
+        first, last, _ = rows.indices(tensor.rows)
+        shape, offset = (last - first, tensor.row_bytes), tensor.offset + first * tensor.row_bytes
+        return np.asarray(np.memmap(tensor.path, np.uint8, "r", offset, shape))
 
     def read_rows(self, tensor: GGUFTensor, rows: slice | None = None) -> np.ndarray:
         """Rows of a tensor, by default all, in the file's format: uint8 [rows, bytes of a row]."""
@@ -341,6 +353,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 #: Tensors that become settings of the configuration.
 ROPE_TABLES = frozenset((ROPE_FACTORS, _LONG, _SHORT))
+#: A divisor of a pair's frequency at which it does not turn at any length.
+_STANDING = 1e20
 #: Matrices after the pooling, which become files of a sentence-transformers folder.
 DENSE = {"2_Dense": "dense_2.weight", "3_Dense": "dense_3.weight"}
 
@@ -401,6 +415,17 @@ class Metadata:
     def rows(self, tensor: str) -> int | None:
         entry = self.file.tensors.get(tensor)
         return None if entry is None else entry.shape[0]
+
+    def by_layer(self, key: str) -> list[int]:
+        """A positive integer for each layer, from an array or one number for all."""
+        values, layers = np.ravel(self._get(key, None)), self.layers()
+        values = np.repeat(values, layers) if len(values) == 1 else values
+        if values.dtype.kind not in "iu" or len(values) < layers or (values < 1).any():
+            raise WeightError(
+                f"{self.file.path}: {self.arch}.{key} must be a positive integer, or one for each of {layers} layers, "
+                f"not {values.tolist()}"
+            )
+        return [int(value) for value in values[:layers]]
 
     def kv_heads(self) -> tuple[int, list[bool]]:
         """The KV heads of a layer with attention, and for each layer whether it has attention: others have 0."""
@@ -479,6 +504,18 @@ class Metadata:
             )
         share = {"partial_rotary_factor": rotated / head_dim} if partial else {}
         return {"rope_theta": self.real("rope.freq_base", default=10000.0), **share, **self._scaling(rotated)}
+
+    def rotated_share(self) -> float:
+        """The share of a head's pairs that turn; the divisors of the others are so large that they stand still."""
+        if not self.holds(ROPE_FACTORS):
+            return 1.0
+        divisors = self._divisors(ROPE_FACTORS, self.head_dim())
+        turning = sum(divisor == 1.0 for divisor in divisors)
+        if any(1.0 < divisor < _STANDING for divisor in divisors) or set(divisors[:turning]) - {1.0}:
+            raise UnsupportedModelError(
+                f"{self.file.path}: {ROPE_FACTORS} must be ones, then numbers of at least {_STANDING:g}, not {divisors}"
+            )
+        return turning / len(divisors)
 
     def _scaling(self, rotated: int) -> dict[str, Any]:
         metadata, path = self.file.metadata, self.file.path
@@ -580,6 +617,10 @@ _ALIASES = {
     "model.embed_norm.bias": "token_embd_norm.bias",
     **{f"model.layers.0.{mlp}.gate.e_score_correction_bias": "blk.0.exp_probs_b.bias" for mlp in ("mlp", "mixer")},
     "model.layers.0.self_attn.sinks": "blk.0.attn_sinks.weight",
+    "model.layers.0.gate.weight": "blk.0.ffn_gate_inp.weight",
+    "model.layers.0.gate.scale": "blk.0.ffn_gate_inp.scale",
+    "model.layers.0.gate.per_expert_scale": "blk.0.ffn_down_exps.scale",
+    "model.layers.0.layer_scalar": "blk.0.layer_output_scale.weight",
     "model.embed_types.weight": "token_types.weight",
     **{f"model.layers.0.attention_norm.{kind}": f"blk.0.attn_output_norm.{kind}" for kind in ("weight", "bias")},
     **{f"model.layers.0.mlp_norm.{kind}": f"blk.0.layer_output_norm.{kind}" for kind in ("weight", "bias")},
@@ -621,6 +662,8 @@ _RECURRENT = re.compile(
 _FUSED_ON_DEMAND = {"self_attn.qkv_proj": "attn_qkv", "experts.gate_up_proj": "ffn_gate_up_exps"}
 #: Keys and values of latent attention: one matrix, or two.
 _KEYS_VALUES, _KEYS, _VALUES = "attn_kv_b.weight", "attn_k_b.weight", "attn_v_b.weight"
+#: Types of mapped tables.
+_MAPPED = {"F32": DType.FLOAT32, "BF16": DType.BFLOAT16}
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _BLOCK = re.compile(r"blk\.\d+\.")
 _LAYER_PART = re.compile(r"(?P<before>.*\.layers\.(?P<layer>\d+)\.)(?P<part>\w+\.\w+)(?P<after>\.(weight|bias))$")
@@ -724,7 +767,7 @@ def layouts(arch: str, config: ModelConfig) -> list[CheckpointEntry]:
             *(Permute(rf"\.{name}\.", halve_pairs(count, config.head_dim)) for name, count in heads.items()),
             decays,
         ]
-    if arch.startswith("gemma") or arch == "nemotron":
+    if arch in ("gemma", "gemma2", "gemma3", "gemma-embedding", "nemotron"):
         return [Transform(r"norm\.weight$", lambda weight: weight - 1)]
     if isinstance(config, Qwen3NextConfig):
         delta = [] if arch == "qwen3next" else _untile(config.delta)
@@ -795,6 +838,9 @@ class GGUFCheckpoint:
         extra = self.file.metadata.get(f"{self._arch}.nextn_predict_layers")
         last = config.num_layers + (extra if isinstance(extra, int) else 0)
         unused = tuple(f"blk.{layer}." for layer in range(config.num_layers, last))
+        if isinstance(config, Gemma4Config):
+            shared = range(config.num_layers - config.shared_layers, config.num_layers)
+            unused += tuple(f"blk.{layer}.attn_{part}" for layer in shared for part in ("k.", "k_norm.", "v."))
         self._unused = {
             name
             for name in self.file.tensors
@@ -803,6 +849,8 @@ class GGUFCheckpoint:
             and name not in DENSE.values()
             and not self._is_scale(name)
         }
+        #: Names of the tensors that the network has.
+        self._located: set[str] = set()
         if config.tie_word_embeddings:  # the file may have the same bytes twice
             self._unused.discard("output.weight")
         #: Numbers that are settings of the file, by the tensor's name.
@@ -816,7 +864,7 @@ class GGUFCheckpoint:
                 self._split[names[0]] = keys, self._tensor(prefix + _VALUES, (config.num_heads, width, rank))
                 continue
             first, experts = shapes[names[0]], len({match[0] for name in names if (match := _EXPERT.search(name))})
-            if "_exps." in source:  # of gate and up in one tensor, an expert has both
+            if "_exps." in source and experts:  # of gate and up in one tensor, an expert has both
                 sizes = (experts, len(names) // experts * first[0], *first[1:])
             else:
                 sizes = (sum(shapes[name][0] for name in names), *first[1:])
@@ -832,19 +880,25 @@ class GGUFCheckpoint:
             )
 
     def read(
-        self, names: Container[str], checkpoint_map: Sequence[CheckpointEntry], dtype: DType | None
+        self,
+        names: Container[str],
+        checkpoint_map: Sequence[CheckpointEntry],
+        dtype: DType | None,
+        mapped: Container[str] = (),
     ) -> Generator[tuple[str, Tensor]]:
         """The tensors ``names`` of the network, in the layouts that its ``checkpoint_map`` expects (transposed where it
         transposes).
 
-        With ``dtype`` None quantised matrices stay in their blocks and other tensors are float32.
+        With ``dtype`` None quantised matrices stay in their blocks and other tensors are float32. Tensors ``mapped``
+        are views of the mapped file, in its type or blocks, except float16, which is read.
         """
         wanted = dict.fromkeys(each for name, stored in self._stored.items() if name in names for each in stored)
-        pairs: Pairs = ((name, self._read(name, dtype)) for name in wanted)
+        pairs: Pairs = ((name, self._read(name, dtype, is_mapped=name in mapped)) for name in wanted)
         for entry in layouts(self._arch, self._config):
             pairs = entry.apply(pairs, self._shapes)
         for name, tensor in pairs:
-            if isinstance(tensor, np.ndarray) and dtype is not None and not _RECURRENT.search(name):
+            is_kept = name in mapped or _RECURRENT.search(name) is not None
+            if isinstance(tensor, np.ndarray) and dtype is not None and not is_kept:
                 tensor = rounded(tensor, dtype)
             yield name, transpose(tensor) if is_transposed(name, checkpoint_map) else tensor
 
@@ -870,6 +924,7 @@ class GGUFCheckpoint:
                 f"{self.file.path}: tensor {name!r} has shape {list(tensor.shape)}, not {list(shape)}{hint}"
             )
         self._unused.discard(name)
+        self._located.add(name)
         return tensor
 
     def _setting(self, name: str) -> float | None:
@@ -891,7 +946,7 @@ class GGUFCheckpoint:
     def _factors(self, tensor: GGUFTensor, rows: slice) -> np.ndarray | None:
         """float32 factors of rows, which matrices of NVFP4 have: one for the tensor, or for each expert."""
         scale = self.file.tensors.get(f"{tensor.name.removesuffix('.weight')}.scale")
-        if scale is None:
+        if scale is None or scale.name in self._located:
             return None
         values = self._values(scale).ravel()
         if values.size not in (1, tensor.shape[0]) or (values.size > 1 and len(tensor.shape) < 3):
@@ -900,7 +955,7 @@ class GGUFCheckpoint:
             )
         return np.repeat(values, tensor.rows // values.size)[rows]
 
-    def _read(self, name: str, dtype: DType | None) -> Tensor:
+    def _read(self, name: str, dtype: DType | None, *, is_mapped: bool = False) -> Tensor:
         if name in self._settings:
             return np.full(self._shapes[name], self._settings[name], np.float32)
         if name in self._split:
@@ -913,6 +968,10 @@ class GGUFCheckpoint:
         if len(source.shape) == 1:
             return self._values(source).ravel()[part].reshape(shape)
         block, factors = GGML_QUANT_SIZES[source.type][0], self._factors(source, part)
+        if is_mapped and block > 1:
+            return GGUFRows(source.type.name, self.file.map_rows(source, part), shape[-1], block, factors)
+        if is_mapped and source.type.name in _MAPPED:
+            return self.file.map_rows(source, part).view(_MAPPED[source.type.name].numpy).reshape(shape)
         if dtype is None and block > 1:
             return GGUFRows(source.type.name, self.file.read_rows(source, part), shape[-1], block, factors)
         rows = self.file.read_rows(source, part)

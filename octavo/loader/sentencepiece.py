@@ -212,6 +212,15 @@ def bpe(source: Path, ids: Mapping[str, int], merges: Sequence[tuple[str, str]],
         raise TokenizerError(f"{source}: the tokenizer's merges do not fit its tokens: {e}") from e
 
 
+def gemma_bpe(source: Path, ids: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> Tokenizer:
+    """BPE over characters with bytes for unknown ones, as Gemma's; spaces are ``▁``, and none is added."""
+    unknown = "<unk>" if "<unk>" in ids else None
+    tokenizer = Tokenizer(bpe(source, ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
 def parse_merges(source: Path, lines: Iterable[object]) -> list[tuple[str, str]]:
     """Merges in the order of their rank, each a line of two tokens with a space between them."""
     merges = []

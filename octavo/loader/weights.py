@@ -121,7 +121,8 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
         if context.tp_rank == 0 and (context.layers is None or not context.layers.start):
             form_of = context.kernels.form_of if dtype is None else lambda kind: None
             logger.info(checkpoint.file.describe(form_of, context.dtype))
-        tensors = checkpoint.read(names, entries, dtype)
+        mapped = {weight.name for weight in network.weights() if weight.is_mapped}
+        tensors = checkpoint.read(names, entries, dtype, mapped)
         size = sum(part.stat().st_size for part in split_paths(gguf))
     elif context.quantization == "gguf":
         raise ConfigError(f"quantization='gguf' needs a model in a GGUF file; {folder} was not made from one")

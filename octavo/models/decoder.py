@@ -41,6 +41,9 @@ Mixer = Attention | LatentAttention | StateLayer
 class ResidualLayer(Layer, ABC):
     """A layer of a decoder, with any number of caches."""
 
+    #: The layer, of the whole network, whose cache this one reads instead of a cache of its own (shared KV).
+    kv_owner: int | None = None
+
     @property
     @abstractmethod
     def kv_specs(self) -> list[KVSpec]:
@@ -186,7 +189,14 @@ class Decoder(Network):
         if self.is_first or (self.is_last and tied):
             self.embed_tokens = self.attach("model.embed_tokens", VocabParallelEmbedding(context, vocab, width))
         self.layers = [self.attach(f"model.layers.{i}", self.make_layer(i, config, context)) for i in stage]
-        self.kv_specs = [spec for layer in self.layers for spec in layer.kv_specs]
+        self.kv_specs, caches = [], dict[int, int]()
+        for index, layer in zip(stage, self.layers, strict=True):
+            if layer.kv_owner is not None:
+                caches[index] = caches[layer.kv_owner]
+            elif layer.kv_specs:
+                caches[index] = len(self.kv_specs)
+                self.kv_specs += layer.kv_specs
+        self.cache_of_layer = caches
         if config.is_encoder:
             refuse_stages(config, context)
             self.workspace, self.kv_specs = replace(self.kv_specs[0], kind="full", window=None), []

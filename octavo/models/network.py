@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Protocol, cast
 
 import numpy as np
@@ -41,6 +43,9 @@ class Network(Layer, ABC):
     base_map: tuple[CheckpointEntry, ...] = ()
     #: The caches of the layers of this stage, in order, on this rank. Most layers have one.
     kv_specs: list[KVSpec]
+    #: For each layer of this stage, the index in ``kv_specs`` of the cache that its attention reads: its first own one,
+    #: or that of an earlier layer, which computes keys and values for both (shared KV). Others have no entry.
+    cache_of_layer: Mapping[int, int] = MappingProxyType({})
     #: The KV cache that an encoder's layers share for the tokens of one step. Without a decoder ``kv_specs`` are empty,
     #: and ``forward_layers`` gets this cache for each layer; else ``encode`` gets it.
     workspace: KVSpec | None = None
@@ -196,6 +201,8 @@ class TowerInput:
     rotary_positions: np.ndarray | None = None
     #: int64 [N]: places of its features among those of the image; None: they follow those of the piece before it.
     places: np.ndarray | None = None
+    #: int64 [T]: ``ForwardBatch.token_ids``, such as rows of another position table; None: zeros.
+    token_ids: np.ndarray | None = None
 
 
 class Tower(Layer, ABC):
@@ -358,14 +365,23 @@ def size_bytes(*weights: Weight) -> int:
     return int(sum(math.prod(weight.shape) * NUMBER_BYTES[weight.dtype] for weight in weights))
 
 
-def weight_bytes(network: Network) -> int:
-    """Bytes of the weights in memory, without scales and padding of the backend (a lower bound)."""
-    return size_bytes(*(weight for weight in network.weights() if not weight.is_tied))
+def weight_bytes(network: Network, *, maps_tables: bool = False) -> int:
+    """Bytes of the weights in memory, without scales and padding of the backend (a lower bound).
+
+    ``maps_tables``: see ``Kernels``; tables that stay in the mapped file do not count.
+    """
+    return size_bytes(*(w for w in network.weights() if not w.is_tied and not (w.is_mapped and maps_tables)))
 
 
 def kv_bytes_per_token(network: Network) -> int:
     """Bytes of a token's KV entries in all layers of this rank, without padding."""
     return sum(spec.bytes_per_token for spec in network.kv_specs)
+
+
+def attended_specs(network: Network) -> list[KVSpec]:
+    """The caches that layers of this rank read in a step: one that layers share counts for each of them."""
+    readers = Counter(network.cache_of_layer.values())
+    return [spec for cache, spec in enumerate(network.kv_specs) for _ in range(max(1, readers[cache]))]
 
 
 def state_bytes(network: Network) -> int:

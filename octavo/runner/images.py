@@ -95,7 +95,7 @@ class TowerRunner:
         within = np.arange(count) - np.repeat(offsets[:-1], lens)
         arrays = flat_arrays(
             count,
-            token_ids=np.zeros(count, np.int64),
+            token_ids=np.zeros(count, np.int64) if piece.token_ids is None else piece.token_ids,
             positions=piece.positions,
             slot_mapping=np.stack([np.repeat(segments[:, 0].astype(np.int64) * size, lens) + within, np.arange(count)]),
             sampled_rows=piece.feature_rows,

@@ -136,7 +136,7 @@ class LoadedModel:
         free = self.device.free_memory()
         memory.check_weights_fit(config, self.context, free)
         if drafts is not None:
-            free -= weight_bytes(build_rank_without_weights(config, self.context))
+            free -= weight_bytes(build_rank_without_weights(config, self.context), maps_tables=kernels.maps_tables)
             memory.check_weights_fit(drafts.config, drafts.context(self.context), free)
         self.startup_seconds: dict[str, float] = {}
         with self.timed("reading and packing weights"):
@@ -255,7 +255,7 @@ class LoadedModel:
         return WorkerFacts(
             self.kernels.describe(),
             self.context.quantization,
-            weight_bytes(self.network),
+            weight_bytes(self.network, maps_tables=self.kernels.maps_tables),
             cache_bytes,
             host_cache_bytes,
             dict(self.startup_seconds),

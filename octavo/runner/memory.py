@@ -160,7 +160,7 @@ def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
 
 def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> None:
     """Refuses a model whose share of ``context`` does not fit into ``free`` bytes, before anything is read."""
-    needed = weight_bytes(build_rank_without_weights(config, context))
+    needed = weight_bytes(build_rank_without_weights(config, context), maps_tables=context.kernels.maps_tables)
     if needed > free:
         raise InsufficientMemoryError(
             f"the weights need {needed / GIB:.2f} GiB in {context.quantization or context.dtype} while they are "

@@ -126,6 +126,15 @@ def test_of_equal_scores_the_lowest_expert_is_chosen(kernels: Any) -> None:
     assert experts.tolist() == [[1, 0], [0, 1]]
 
 
+def test_weights_have_factors_of_their_experts_last(kernels: Any) -> None:
+    logits, factors = random(9, 24, seed=1), random(24, seed=2)
+    spec = RoutingSpec(4, renormalize=True, scale=2.0)
+    experts, weights = kernels.route(logits, spec)
+    scaled_experts, scaled = kernels.route(logits, spec, factors=factors)
+    assert torch.equal(scaled_experts, experts)
+    torch.testing.assert_close(scaled, weights * factors[experts.long()])
+
+
 def test_sigmoids_are_compared_by_their_logits(kernels: Any) -> None:
     """Those of the first two are both 1."""
     logits = torch.tensor([[20.0, 30.0, 1.0, float("-inf")], [float("-inf")] * 4])

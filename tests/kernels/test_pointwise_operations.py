@@ -71,6 +71,25 @@ def test_ids_outside_the_embedding_have_zeros(kernels: Any) -> None:
     assert torch.equal(kernels.embedding(ids, table, 6, scale=0.3, add=residual.clone()), residual + expected)
 
 
+def test_ids_outside_the_embedding_may_have_a_row_of_it(kernels: Any) -> None:
+    table, ids = torch.randn(4, 20).bfloat16(), torch.tensor([6, 10, 9, 2, 14])
+    rows = torch.tensor([0, 3, 3, 3, 3])
+    assert torch.equal(kernels.embedding(ids, table, 6, scale=0.5, otherwise=3), table[rows].float() * 0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_factors_and_activations_in_place(kernels: Any, dtype: torch.dtype) -> None:
+    x, factors, bias = torch.randn(5, 40).to(dtype), torch.randn(5, 90), torch.randn(40)
+    expected = x.double() * factors[:, 7:47].double()
+    assert_near(kernels.multiply(x.clone(), factors[:, 7:47]), expected, dtype)
+    expected = x.double() * factors[2, :40].double() + bias.double()
+    assert_near(kernels.multiply(x.clone(), factors[2, :40].clone(), bias), expected, dtype)
+    changed = x.clone()
+    result = kernels.activate(changed, "gelu_tanh")
+    assert_near(result, F.gelu(x.double(), approximate="tanh"), dtype)
+    assert torch.equal(changed, result)
+
+
 def test_soft_cap(kernels: Any) -> None:
     x = torch.tensor([[-1e30, -40.0, -1e-3, 0.0, 2.0, 25.0, 80.0, float("inf")]]).repeat(3, 5)
     expected = 30 * torch.tanh(x.double() / 30)
@@ -85,6 +104,9 @@ def test_clamp(kernels: Any, dtype: torch.dtype) -> None:
     expected = x.clone()
     expected[:, 3:37] = x[:, 3:37].clamp(-1.5, 1.5)
     kernels.clamp(x[:, 3:37], 1.5)
+    assert torch.equal(x.nan_to_num(9.0), expected.nan_to_num(9.0))
+    kernels.clamp(x[:, 3:37], 0.5, -0.25)
+    expected[:, 3:37] = expected[:, 3:37].clamp(-0.25, 0.5)
     assert torch.equal(x.nan_to_num(9.0), expected.nan_to_num(9.0))
 
 

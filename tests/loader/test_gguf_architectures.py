@@ -54,6 +54,25 @@ GEMMA3 = GEMMA | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
+GEMMA4 = SHAPE | {
+    **{"num_hidden_layers": 6, "head_dim": 32, "global_head_dim": 64, "sliding_window": 8, "pad_token_id": 0},
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+GEMMA4_EXPERTS = {
+    **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    **{"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+}
+GEMMA4_PER_LAYER = {
+    **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 272},
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -247,6 +266,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("gemma", "Gemma", SHAPE | {"head_dim": 32, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", "Gemma2", GEMMA),
     "gemma3": ("gemma3", "Gemma3", GEMMA3),
+    "gemma4": ("gemma4", "Gemma4", GEMMA4 | GEMMA4_EXPERTS),
+    "gemma4 with per-layer inputs": ("gemma4", "Gemma4", GEMMA4 | GEMMA4_PER_LAYER),
     "phi3": ("phi3", "Phi3", PHI3 | {"sliding_window": 8}),
     "phi3 long": ("phi3", "Phi3", PHI3 | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}),
     "gpt-oss": ("gpt-oss", "GptOss", GPT_OSS),
@@ -260,9 +281,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+#: Of models that also see.
+TEXT_CONFIGS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+
+
 def make_model(kind: str, config: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    config_name = f"{kind}TextConfig" if kind in ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe") else f"{kind}Config"
+    config_name = f"{kind}TextConfig" if kind in TEXT_CONFIGS else f"{kind}Config"
     class_name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     config = {"bos_token_id": 0, "eos_token_id": 1, **deepcopy(config)}  # transformers changes what is inside
     model = getattr(transformers, class_name)(getattr(transformers, config_name)(**config)).eval()
@@ -284,6 +309,9 @@ def hub_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
         if model.config.tie_word_embeddings and name == "lm_head.weight":
             continue
         array = value.float().numpy()
+        if model.config.model_type == "gemma4_text":
+            yield f"{name}.weight" if name.endswith(("layer_scalar", "_proj")) else name, array
+            continue
         if model.config.model_type in ("mixtral", "minimax_m2", "phimoe"):
             name = name.replace(".mlp.", ".block_sparse_moe.").replace(".router.", ".gate.")
         name = name.replace("moe.router.", "moe.router.layer.").replace("gate.moe_statics", "moe_statics")
@@ -424,6 +452,8 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
     """The keys that llama.cpp's converter writes."""
     if arch in ("mamba", "mamba2"):
         return add_mamba_settings(writer, arch, config)
+    if arch == "gemma4":
+        return add_gemma4_settings(writer, config)
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     heads, hidden = config.num_attention_heads, config.hidden_size
@@ -603,6 +633,40 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
 
 
+def add_gemma4_settings(writer: gguf.GGUFWriter, config: Any) -> None:
+    sliding = [kind == "sliding_attention" for kind in config.layer_types]
+    whole, local = (config.per_layer_config[sliding.index(slides)] for slides in (False, True))
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    inner = [config.intermediate_size * (1 + (layer >= own)) for layer in range(len(sliding))]
+    writer.add_feed_forward_length(inner if config.use_double_wide_mlp else config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([(local if slides else whole).num_key_value_heads for slides in sliding])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(whole.head_dim)
+    writer.add_value_length(whole.head_dim)
+    writer.add_key_length_swa(local.head_dim)
+    writer.add_value_length_swa(local.head_dim)
+    writer.add_rope_dimension_count(whole.head_dim)
+    writer.add_rope_dimension_count_swa(local.head_dim)
+    writer.add_rope_freq_base(1e6)
+    writer.add_rope_freq_base_swa(10000.0)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(sliding)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    # A quarter of the pairs turns; the divisors of the others stop them.
+    pairs = whole.head_dim // 2
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * (pairs // 4) + [1e30] * (pairs - pairs // 4), np.float32))
+
+
 def add_mamba_settings(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
     writer.add_context_length(2**20)
     writer.add_embedding_length(config.hidden_size)
@@ -639,6 +703,10 @@ def add_latent_settings(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
 
 
+#: Factors of Gemma 4's router, which are named as scales of matrices.
+SCALES = {".router.scale": "ffn_gate_inp.scale", ".router.per_expert_scale": "ffn_down_exps.scale"}
+
+
 def write(
     path: Path, case: str, *, edit: Callable[[dict[str, np.ndarray]], None] | None = None, kind: Any = None
 ) -> Any:
@@ -658,6 +726,9 @@ def write(
     tensors = {}
     for hub_name, value in hub_tensors(model):
         name = names.get_name(hub_name, try_suffixes=(".weight", ".bias"))
+        for scale, stored in SCALES.items():
+            if hub_name.endswith(scale):
+                name = f"blk.{hub_name.split('.')[2]}.{stored}"
         assert name is not None, hub_name
         tensors[name] = np.ascontiguousarray(converted(arch, model.config, hub_name, value))
     if getattr(model.config, "mtp_num_hidden_layers", 0):  # the tensors of such a layer are not read
@@ -701,7 +772,19 @@ def checkpoints(file: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case",
     [
-        *("gemma3", "mixtral", "gpt-oss", "gpt2", "bloom", "deepseek v3", "apertus", "granite", "llama4"),
+        *(
+            "gemma3",
+            "gemma4",
+            "gemma4 with per-layer inputs",
+            "mixtral",
+            "gpt-oss",
+            "gpt2",
+            "bloom",
+            "deepseek v3",
+            "apertus",
+            "granite",
+            "llama4",
+        ),
         *("falcon-mamba", "granite 4", "kimi-linear", "lfm2moe", "nemotron 3", "qwen35"),
     ],
 )

@@ -161,6 +161,7 @@ class TowerDriver:
             self.kernels,
             cross_lens=[count] * len(lens),
             cross_tables=np.tile(whole, (len(lens), 1)),
+            token_ids=piece.token_ids,
             rotary_positions=piece.rotary_positions,
         )
         return replace(

@@ -255,6 +255,7 @@ def test_the_prompt_says_where_the_answer_begins(prompt: str, continues: bool, s
         ("{{ content.split('</think>')[-1] }}", "deepseek_r1"),
         ("{{ '[THINK]' + m.thinking + '[/THINK]' }}", "mistral"),
         ("{{ '<|channel>thought\n' }}", "gemma"),
+        ("{{ text.split('<channel|>') }}", "gemma"),
         ("{{ '<seed:think>' }}", "seed_oss"),
         ("{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking }}", "harmony"),
         ("{{ '<think></think>' }}{{ content.split('<answer>')[-1] }}", "hunyuan_a13b"),

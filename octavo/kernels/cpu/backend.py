@@ -52,9 +52,11 @@ from octavo.kernels.interface import (
     check_rows,
     no_wait,
 )
-from octavo.kernels.weight_rows import GroupQuantizedRows, QuantizedRows
+from octavo.kernels.weight_rows import GGUFRows, GroupQuantizedRows, QuantizedRows, to_values
 
 _PAGE = 4096
+#: Types of tables that the lookup reads as they are.
+_TABLES = (DType.FLOAT32.numpy, DType.BFLOAT16.numpy)
 #: Bytes at the beginning of each array of the KV cache that are in small pages.
 _SMALL_PAGES = 2 << 20
 
@@ -63,6 +65,7 @@ class CpuKernels(Kernels):
     """Kernels of ``octavo._cpu``. The results of a row do not depend on other rows."""
 
     name = "cpu"
+    maps_tables = True
 
     def __init__(self) -> None:
         """Selects the best instruction sets of this processor, or those that ``OCTAVO_CPU_ISA`` names: as
@@ -252,26 +255,50 @@ class CpuKernels(Kernels):
         self.runner.run(op, x)
         return x
 
-    def route(self, logits: CpuArray, spec: RoutingSpec, bias: CpuArray | None = None) -> tuple[CpuArray, CpuArray]:
+    def route(
+        self, logits: CpuArray, spec: RoutingSpec, bias: CpuArray | None = None, factors: CpuArray | None = None
+    ) -> tuple[CpuArray, CpuArray]:
         shape = (logits.shape[0], spec.top_k + spec.shared)
         experts, weights = self.runner.new(logits, shape, DType.INT32), self.runner.new(logits, shape, DType.FLOAT32)
         op = cpu.route(
             *strided(logits), address(bias), experts.address, weights.address, logits.shape[1] - spec.shared,
             spec.shared, spec.top_k, spec.num_groups, spec.top_groups, spec.best_of_group,
             getattr(cpu.Scoring, spec.scoring), spec.renormalize, spec.least_sum, spec.scale, spec.jitter,
+            address(factors),
         )  # fmt: skip
         self.runner.run(op, logits)
         return experts, weights
 
+    def keep_table(self, tensor: np.ndarray | QuantizedRows, dtype: DType) -> CpuArray | GGUFRows:
+        """The tensor itself, in the types that the lookup reads and in GGUF blocks."""
+        if isinstance(tensor, GGUFRows):
+            return tensor
+        if isinstance(tensor, np.ndarray) and tensor.flags.c_contiguous and tensor.dtype in _TABLES:
+            return CpuArray.over(tensor)
+        return self.array(to_values(tensor), dtype)
+
     def embedding(
-        self, ids: CpuArray, table: CpuArray, first: int = 0, *, scale: float = 1.0, add: CpuArray | None = None
+        self,
+        ids: CpuArray,
+        table: CpuArray | GGUFRows,
+        first: int = 0,
+        *,
+        scale: float = 1.0,
+        add: CpuArray | None = None,
+        otherwise: int | None = None,
     ) -> CpuArray:
         """While recording, ids must be the batch's token ids, positions or types."""
         out = self.runner.new(ids, (ids.shape[0], table.shape[1]), DType.FLOAT32) if add is None else add
         recording = self.runner.recording
+        if isinstance(table, GGUFRows):
+            assert add is None and (recording is None or ids is recording.batch.token_ids)
+            rows = _decoded_rows(table, out, first, scale, otherwise)
+            self.runner.run(cpu.host_call(rows, True), ids, token_ids=ids.address)
+            return out
         op = cpu.embedding(
             table.address, *table.shape, out.address, DTYPES[table.dtype], cpu.Dtype.f32, first,
             cpu.Ids.token_ids if recording is None else recording.ids_of(ids), scale, address(add),
+            -1 if otherwise is None else otherwise,
         )  # fmt: skip
         self.runner.run(op, ids, token_ids=ids.address)
         return out
@@ -297,8 +324,9 @@ class CpuKernels(Kernels):
         self.runner.run(op, x)
         return out
 
-    def clamp(self, x: CpuArray, limit: float) -> CpuArray:
-        self.runner.run(cpu.clamp(x.address, x.strides[0], x.shape[1], DTYPES[x.dtype], limit), x)
+    def clamp(self, x: CpuArray, limit: float, least: float | None = None) -> CpuArray:
+        least = -limit if least is None else least
+        self.runner.run(cpu.clamp(x.address, x.strides[0], x.shape[1], DTYPES[x.dtype], limit, least), x)
         return x
 
     def soft_cap(self, x: CpuArray, cap: float) -> CpuArray:
@@ -307,6 +335,18 @@ class CpuKernels(Kernels):
 
     def scale(self, x: CpuArray, factor: float) -> CpuArray:
         self.runner.run(cpu.scale(x.address, x.strides[0], x.shape[1], factor), x)
+        return x
+
+    def activate(self, x: CpuArray, activation: Activation) -> CpuArray:
+        kind = getattr(cpu.Activation, activation)
+        self.runner.run(cpu.activate(x.address, x.strides[0], x.address, x.shape[1], DTYPES[x.dtype], kind), x)
+        return x
+
+    def multiply(self, x: CpuArray, factors: CpuArray, bias: CpuArray | None = None) -> CpuArray:
+        stride = factors.strides[0] if len(factors.shape) > 1 else 0
+        dtype = DTYPES[x.dtype]
+        op = cpu.multiply(x.address, x.strides[0], x.shape[1], dtype, factors.address, stride, address(bias))
+        self.runner.run(op, x)
         return x
 
     def xielu(self, x: CpuArray, parameters: Xielu) -> CpuArray:
@@ -487,6 +527,23 @@ class CpuKernels(Kernels):
 
     def write_blocks(self, caches: list[LayerCache], blocks: list[int], rows: np.ndarray) -> Wait:
         return _move_rows(cpu.write_blocks, caches, blocks, rows)
+
+
+def _decoded_rows(
+    table: GGUFRows, out: CpuArray, first: int, scale: float, otherwise: int | None
+) -> Callable[[int, int], None]:
+    """Writes scale * rows of the table to ``out``, by the number of tokens and the address of their ids."""
+
+    def read(tokens: int, ids: int) -> None:
+        rows = CpuArray(table, ids, (tokens,), DType.INT64).numpy() - first
+        held = (rows >= 0) & (rows < len(table.rows))
+        values = table.reorder(np.where(held, rows, otherwise or 0)).dequantize()
+        values *= np.float32(scale)
+        if otherwise is None:
+            values[~held] = 0.0
+        out[:tokens].numpy()[:] = values
+
+    return read
 
 
 def _norm_input(x: CpuArray, weight: CpuArray) -> tuple[Any, ...]:

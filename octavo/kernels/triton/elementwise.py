@@ -236,14 +236,15 @@ def _tile(width: int) -> tuple[int, int, int]:
 
 @triton.jit
 def _embedding_kernel(
-    ids_ptr, table_ptr, add_ptr, out_ptr, first, rows, width, scale,
+    ids_ptr, table_ptr, add_ptr, out_ptr, first, rows, width, scale, otherwise,
     HAS_SCALE: tl.constexpr, HAS_ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     row = tl.load(ids_ptr + token) - first
-    held = tl.where((row >= 0) & (row < rows), width, 0)  # columns of the row in the table
+    row = tl.where((row >= 0) & (row < rows), row, otherwise)
+    held = tl.where(row >= 0, width, 0)  # columns of the row in the table
     out = tl.load(table_ptr + row * width + column, column < held, other=0.0).to(tl.float32)
     if HAS_SCALE:
         out *= scale
@@ -252,7 +253,15 @@ def _embedding_kernel(
     tl.store(out_ptr + token * width + column, out, inside)
 
 
-def embedding(ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0, add: Tensor | None = None) -> Tensor:
+def embedding(
+    ids: Tensor,
+    table: Tensor,
+    first: int = 0,
+    *,
+    scale: float = 1.0,
+    add: Tensor | None = None,
+    otherwise: int | None = None,
+) -> Tensor:
     """See ``Kernels.embedding``; the result reuses the memory of ``add``."""
     tokens, width = len(ids), table.shape[1]
     out = torch.empty((tokens, width), dtype=torch.float32, device=ids.device) if add is None else add
@@ -266,6 +275,7 @@ def embedding(ids: Tensor, table: Tensor, first: int = 0, *, scale: float = 1.0,
             len(table),
             width,
             scale,
+            -1 if otherwise is None else otherwise,
             HAS_SCALE=scale != 1.0,
             HAS_ADD=add is not None,
             BLOCK=_BLOCK,

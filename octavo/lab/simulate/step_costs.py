@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from octavo.models.network import Network, matrices, size_bytes
+from octavo.models.network import Network, attended_specs, matrices, size_bytes
 
 
 def weight_bytes_read(network: Network, tokens: int = 1) -> int:
@@ -28,7 +28,7 @@ def prefill_operations(network: Network, tokens: int) -> int:
     """
     c = network.config
     products = 2 * layer_weights(network) * tokens
-    attends = [spec for spec in network.kv_specs if spec.kind != "state"]
+    attends = [spec for spec in attended_specs(network) if spec.kind != "state"]
     attention = 4 * c.num_heads * sum(spec.head_dim * _pairs(tokens, spec.window) for spec in attends)
     return products + attention + 2 * c.vocab_size * c.hidden_size
 
