@@ -78,10 +78,11 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
     from octavo.kernels import resolve_device
     from octavo.loader.resolve import gguf_source, resolve_model, weight_quantization
     from octavo.loader.weights import read_config
-    from octavo.models.network import build_without_weights, weight_bytes
+    from octavo.models.network import build_without_weights, size_bytes, weight_bytes
     from octavo.runner.memory import activation_bytes
 
-    folder = resolve_model(options.model, revision=options.revision, weights=options.load_format != "dummy")
+    dummy = options.load_format == "dummy"
+    folder = resolve_model(options.model, revision=options.revision, weights=not dummy, mmproj=options.mmproj)
     config, gguf = read_config(folder, options), gguf_source(options.model, options.revision)
     device = resolve_device(options.device)
     backend = options.kernels if options.kernels != "auto" else "cpu" if device == "cpu" else "triton"
@@ -89,6 +90,8 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
     dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
     network = build_without_weights(config, dtype, quantization, options.kv_cache_dtype)
     weights = gguf_bytes(gguf) if gguf is not None and quantization == "gguf" else weight_bytes(network)
+    if gguf is not None and quantization == "gguf" and network.tower is not None:
+        weights += size_bytes(*network.tower.weights())
     groups = [
         GroupShape(
             len(group.layers) * (group.spec.bytes_per_token * options.block_size + group.spec.bytes_per_state),

@@ -90,8 +90,8 @@ class LlavaForConditionalGeneration(LlamaForCausalLM):
             raise ConfigError(f"{reader.file}: vision_feature_select_strategy is default or full, not {strategy!r}")
         fields = fields_of(text)
         fields["tie_word_embeddings"] = text.tie_word_embeddings or reader.flag("tie_word_embeddings")
-        token = reader.positive(reader.named("image_token_id", "image_token_index"), 32000)
-        fields["image_facts"] = ImageFacts("llava", token)
+        token = reader.named("image_token_id", "image_token_index")  # 0 in some vocabularies
+        fields["image_facts"] = ImageFacts("llava", 0 if reader.raw.get(token) == 0 else reader.positive(token, 32000))
         inside = replace(reader, raw=reader.table("vision_config") or dict(_VISION))
         kind = inside.only("model_type", "clip_vision_model", "siglip_vision_model")
         config = read_clip(inside) if kind == "clip_vision_model" else replace(read_siglip(inside), post_norm=False)
