@@ -26,6 +26,10 @@ FAMILIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "llava": (image_models.save_llava, "<image>"),
     "qwen2_5_vl": (image_models.save_qwen2_5_vl, "<|image_pad|>"),
 }
+_CLIP = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
+_SIGLIP = ([0.5] * 3, [0.5] * 3)
+#: Means and standard deviations of the channels.
+CHANNELS = {"gemma3": _SIGLIP, "idefics3": _SIGLIP, "llava": _CLIP, "qwen2_5_vl": _CLIP}
 _ARCHITECTURES = {"gemma3": "gemma3", "idefics3": "llama", "llava": "llama", "qwen2_5_vl": "qwen2vl"}
 Edit = Callable[[gguf.GGUFWriter], None]
 
@@ -55,7 +59,7 @@ def write_files(
     projector: Path,
     *,
     kind: Q = Q.F32,
-    edit: Mapping[str, Any] | None = None,
+    edit: dict[str, Any] | None = None,
     drop: str = "$^",
 ) -> None:
     """Writes a saved model as a language file and a projector.
@@ -132,8 +136,7 @@ def _kind(arch: str) -> gguf.MODEL_ARCH:
 
 def _projector_keys(family: str, config: Any, folder: Path) -> dict[str, Any]:
     vision, settings = config["vision_config"], json.loads((folder / "preprocessor_config.json").read_text())
-    mean = [0.48145466, 0.4578275, 0.40821073] if family in ("llava", "qwen2_5_vl") else [0.5, 0.5, 0.5]
-    std = [0.26862954, 0.26130258, 0.27577711] if family in ("llava", "qwen2_5_vl") else [0.5, 0.5, 0.5]
+    mean, std = CHANNELS[family]
     keys: dict[str, Any] = {
         "clip.vision.image_size": vision.get("image_size", 560),
         "clip.vision.patch_size": vision["patch_size"],
@@ -177,7 +180,7 @@ def _projector_tensors(family: str, tensors: Mapping[str, np.ndarray]) -> Iterat
         name = re.sub(r"^(model\.)?vision_tower\.(vision_model\.)?", "vision_tower.vision_model.", name)
         name = re.sub(r"^(model\.)?(multi_modal_projector|visual)\.", r"\2.", name)
         name = re.sub(r"^(model\.)?(vision_model|connector)\.", r"model.\2.", name)
-        if family == "llava" and "post_layernorm" in name:
+        if (family == "llava" and "post_layernorm" in name) or ".head." in name:
             continue
         if family == "llava" and (match := re.search(r"\.(linear_[12])\.(\w+)$", name)):
             yield f"{first[match[1]]}.{match[2]}", value

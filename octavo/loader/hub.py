@@ -169,11 +169,11 @@ def projectors_of(model: str, files: Iterable[str], tag: str = "auto") -> list[s
     """
     paths, (folder, _, _), name = list(files), model.rpartition("/"), _stem(model)
     stems = {_stem(path) for path in paths if _is_language_model(path) and path.rpartition("/")[0] == folder}
-    is_alone = all(stem in name or name in stem for stem in stems)
+    is_alone = all(_are_alike(stem, name) for stem in stems)
     found = []
     for path in filter(is_projector, paths):
         above, own, label = path.rpartition("/")[0], _stem(path), GGUFModel((path,), 0).label
-        agrees = is_alone or (own != "" and (own in name or name in own))
+        agrees = is_alone or _are_alike(own, name)
         if agrees and (not above or f"{folder}/".startswith(f"{above}/")) and tag.upper() in ("AUTO", label):
             rank = _PROJECTOR_TYPES.index(label) if label in _PROJECTOR_TYPES else len(_PROJECTOR_TYPES)
             found.append((-len(above), rank, path))
@@ -187,6 +187,10 @@ def is_tag(name: str) -> bool:
 
 def _is_language_model(path: str) -> bool:
     return path.endswith(".gguf") and not is_no_model(path)
+
+
+def _are_alike(stem: str, other: str) -> bool:
+    return stem == other or ("" not in (stem, other) and (stem in other or other in stem))
 
 
 def _stem(path: str) -> str:

@@ -509,9 +509,10 @@ class GGUFWeights:
         self.language = GGUFCheckpoint(gguf, config, {n: s for n, s in shapes.items() if n not in of_tower})
         self.projector = None
         if of_tower:
-            if not (path := folder / PROJECTOR_LINK).is_file():
-                place = os.readlink(path) if path.is_symlink() else path
-                raise WeightError("is missing: it has the tower of the model's images", file=place)
+            link = folder / PROJECTOR_LINK
+            path = Path(os.readlink(link)) if link.is_symlink() else link
+            if not path.is_file():
+                raise WeightError("is missing: it has the tower of the model's images", file=path)
             self.projector = ProjectorCheckpoint(path, of_tower, entries)
 
     def read(

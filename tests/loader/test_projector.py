@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from octavo.loader import hub as hub_room
 from octavo.loader import projector as room
 from octavo.loader.files import PROJECTOR_LINK, cached_models
 from octavo.loader.gguf_file import GGUFFile
-from octavo.loader.local_models import all_models, local_models
+from octavo.loader.local_models import local_models
 from octavo.loader.projector import FAMILIES
 from octavo.loader.resolve import find_projector, resolve_model
 from octavo.loader.weights import check_headers, check_model
@@ -36,9 +37,10 @@ from octavo.models.config_files import read_json, read_model_config
 from tests.fake_hub import FakeHub, serving_hub
 from tests.image_models import SPECIAL, picture
 from tests.loader.test_gguf_architectures_converted import _DRIVER, CHECKOUT
+from tests.models.zoo import rename_tensors
 from tests.ollama_store import LIBRARY, Store
+from tests.projector_files import CHANNELS, save_folder, write_files
 from tests.projector_files import FAMILIES as SAVED
-from tests.projector_files import save_folder, write_files
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +156,7 @@ def test_that_of_a_repository_is_fetched_with_the_model(hub: FakeHub, files: tup
     assert architecture(folder) == "Idefics3ForConditionalGeneration"
     check_headers(folder, read_model_config(folder), files[0])
     assert hub.received("mmproj-Q8_0.gguf") == [] and len(hub.received("mmproj-F32.gguf")) == 1
-    [model] = all_models()
+    [model] = hub_room.cached_models()
     assert (model.name, model.projector, model.size) == (
         "owner/m-GGUF:Q4_K_M",
         "mmproj-F32.gguf",
@@ -163,8 +165,8 @@ def test_that_of_a_repository_is_fetched_with_the_model(hub: FakeHub, files: tup
     assert architecture(resolve_model("owner/m-GGUF", mmproj="none")) == "LlamaForCausalLM"
     other = resolve_model("owner/m-GGUF", progress=False, mmproj="Q8_0")
     assert os.readlink(other / PROJECTOR_LINK).endswith("mmproj-Q8_0.gguf")
-    hub_room.remove(next(model for model in hub_room.cached_models()))
-    assert all_models() == []
+    hub_room.remove(model)
+    assert not (Path(os.environ["HF_HUB_CACHE"]) / "models--owner--m-GGUF").exists()
 
 
 def test_without_weights_headers_are_enough(hub: FakeHub) -> None:
@@ -277,7 +279,11 @@ def test_the_width_of_features_is_that_of_the_tensors(
         ({"clip.vision.attention.head_count": 7}, ConfigError, "must be a multiple of num_attention_heads"),
         ({"clip.vision.image_size": "large"}, WeightError, "image_size must be a positive integer, not 'large'"),
         ({"clip.vision.patch_size": 2**31}, WeightError, "patch_size must be a positive integer"),
-        ({"clip.vision.embedding_length": 96}, WeightError, r"has shape \[48, 3, 8, 8\], not \[96, 3, 8, 8\]"),
+        (
+            {"clip.vision.embedding_length": 96},
+            WeightError,
+            r"mmproj.gguf: tensor 'mm.model.fc.weight' has shape \[64, 192\]",
+        ),
         ({"clip.vision.image_size": 64}, WeightError, r"'v.position_embd.weight' has shape \[16, 48\], not \[64, 48\]"),
         ({"clip.vision.projector.scale_factor": 1}, WeightError, r"'mm.model.fc.weight' has shape \[64, 192\], not"),
     ],
@@ -426,12 +432,17 @@ def test_files_of_llama_cpps_converter_answer_as_the_folder(
     """That of LLaVA reads files of 2023 alone."""
     folder = shutil.copytree(saved[family], tmp_path / "folder")
     file = folder / "preprocessor_config.json"
-    channels = {"llava": 0.48145466, "qwen2_5_vl": 0.48145466}.get(family)
-    mean = [0.5] * 3 if channels is None else [0.48145466, 0.4578275, 0.40821073]
-    std = [0.5] * 3 if channels is None else [0.26862954, 0.26130258, 0.27577711]
-    settings = read_json(file) | {"image_mean": mean, "image_std": std}
-    settings |= {"image_seq_length": 16} if family == "gemma3" else {}
-    file.write_text(json.dumps(settings))
+    mean, std = CHANNELS[family]
+    file.write_text(json.dumps(read_json(file) | {"image_mean": mean, "image_std": std, "image_seq_length": 16}))
+    # What files cannot say is as in published models, and so are the names.
+    config = read_json(folder / "config.json")
+    config["vision_config"]["window_size"] = 112
+    if family == "idefics3":
+        config["text_config"]["architectures"] = ["VLlama3ForCausalLM"]
+    elif family == "gemma3":
+        config["text_config"]["layer_types"] = ["sliding_attention"] * 3
+    (folder / "config.json").write_text(json.dumps(config))
+    rename_tensors(folder, lambda name: re.sub(r"^vision_tower\.", "vision_tower.vision_model.", name))
     calls = [
         [str(folder), "--outtype", "f32", "--outfile", str(tmp_path / "tiny.gguf")],
         [str(folder), "--outtype", "f32", "--outfile", str(tmp_path / "mmproj-tiny.gguf"), "--mmproj"],
