@@ -115,7 +115,7 @@ def _as_json(model: CachedModel) -> dict[str, Any]:
         "dtype": model.dtype,
         "base_model": _is_base(model),
         "size_bytes": model.size,
-        "projector": model.projector or None,
+        **({"projector": model.projector} if model.projector else {}),
         "folder": str(model.folder),
     }
 
