@@ -32,10 +32,11 @@ class Store:
         return f"sha256:{digest}", path.stat().st_size
 
     def add(self, name: str, gguf: Path, **layers: Any) -> Path:
-        """Writes a manifest ``HOST/NAMESPACE/MODEL/TAG``; the layers are texts, or objects as JSON."""
+        """Writes a manifest ``HOST/NAMESPACE/MODEL/TAG``; the layers are texts, objects as JSON, or files."""
         contents: dict[str, bytes | Path] = {"model": gguf}
         for kind, value in layers.items():
-            contents[kind] = (value if isinstance(value, str) else json.dumps(value)).encode()
+            text = value if isinstance(value, str | Path) else json.dumps(value)
+            contents[kind] = text if isinstance(text, Path) else text.encode()
         entries = []
         for kind, content in contents.items():
             digest, size = self.blob(content)

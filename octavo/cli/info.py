@@ -305,6 +305,7 @@ def describe_model(options: EngineConfig) -> Iterator[DescribedModel]:
     """
     from octavo.loader.gguf_config import write_gguf_folder
     from octavo.loader.resolve import (
+        find_projector,
         gguf_folder,
         gguf_source,
         hub_model,
@@ -316,34 +317,39 @@ def describe_model(options: EngineConfig) -> Iterator[DescribedModel]:
     local = Path(os.path.expanduser(options.model))
     with tempfile.TemporaryDirectory() as scratch:
         place, gguf, problem = None, None, None
-        is_local = local_model(options.model, options.revision) is not None
+        own, is_local = None, (theirs := local_model(options.model, options.revision)) is not None
+        if theirs is not None:
+            own = theirs.projector
         if name := None if is_local else hub_model(options.model):
-            from octavo.loader.hub import find_files
+            from octavo.loader.hub import find_files, is_tag
 
             try:
-                files = find_files(name, options.revision)
+                beside = options.mmproj if is_tag(options.mmproj) else "none"
+                files = find_files(name, options.revision, mmproj=beside)
             except UnsupportedModelError as e:  # no weights that can be read
                 files, problem = find_files(name, options.revision, weights=False), e
             if files.is_fetched or files.offline_reason is not None:
                 place = files.fetch()
             path = place or write_sketch(files, Path(scratch))
+            own = files.within(Path(scratch) if place is None else files.snapshot)
             gguf = None if files.gguf is None else path
         elif os.path.isfile(local):
             path = place = gguf = local
         else:
-            path = place = resolve_model(options.model)
+            path = place = resolve_model(options.model, mmproj=options.mmproj)
             gguf = gguf_source(options.model)
         temporary = (scratch, name.repo) if name and place is None else ("", "")
         if gguf is None or gguf != path:
             yield DescribedModel(path, gguf, place, problem, temporary)
             return
         try:
+            projector = find_projector(gguf, options.mmproj, own)
             if place is not None:
-                folder = gguf_folder(gguf)
+                folder = gguf_folder(gguf, projector=projector)
             else:
                 folder = Path(scratch) / "converted"
                 folder.mkdir()
-                write_gguf_folder(gguf, folder)
+                write_gguf_folder(gguf, folder, projector=projector)
         except (UnsupportedModelError, TokenizerError, WeightError) as e:
             yield DescribedModel(None, gguf, place, e, temporary)
             return
@@ -394,6 +400,7 @@ def _read_config(folder: Path, options: EngineConfig, gguf: Path | None) -> Mode
 def _stored_facts(folder: Path | None, gguf: Path | None) -> dict[str, Any]:
     """Bytes and types of the weights in the files, and their number, as far as headers can be read."""
     from octavo.loader.files import split_paths
+    from octavo.loader.projector import projector_of
     from octavo.loader.weights import read_headers
 
     try:
@@ -401,9 +408,12 @@ def _stored_facts(folder: Path | None, gguf: Path | None) -> dict[str, Any]:
             from octavo.loader.gguf_file import GGUFFile
 
             file, paths = GGUFFile(gguf), split_paths(gguf)
-            types = Counter(tensor.type.name for tensor in file.tensors.values())
-            numbers = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
-            own = {"quantization": file.file_type}
+            tensors, own = [*file.tensors.values()], {"quantization": file.file_type}
+            if folder is not None and (projector := projector_of(folder)) is not None:
+                tensors += GGUFFile(projector).tensors.values()
+                paths.append(projector)
+            types = Counter(tensor.type.name for tensor in tensors)
+            numbers = sum(math.prod(tensor.shape) for tensor in tensors)
         else:
             assert folder is not None
             paths, own = sorted(folder.glob("*.safetensors")), {}
@@ -618,13 +628,16 @@ def _image_facts(config: ModelConfig, folder: Path) -> dict[str, Any]:
     if config.image_facts is None:
         return {}
     from octavo.images.processors import read_image_processor
+    from octavo.loader.projector import projector_of
     from octavo.models.config_files import read_json
 
+    projector = projector_of(folder)
     processor = read_image_processor(folder, read_json(folder / "config.json"))
     return {
         "inputs": ["text", "image"],
         "image_placeholder": processor.placeholder,
         "tokens_of_an_image": processor.max_features,
+        **({} if projector is None else {"projector": projector.name}),
     }
 
 
@@ -634,7 +647,7 @@ def check_facts(options: EngineConfig) -> dict[str, Any]:
     from octavo.loader.weights import check_model
     from octavo.models.config_files import read_model_config
 
-    folder = resolve_model(options.model, revision=options.revision)
+    folder = resolve_model(options.model, revision=options.revision, mmproj=options.mmproj)
     return msgspec.to_builtins(check_model(folder, read_model_config(folder), gguf_source(options.model)))
 
 

@@ -85,7 +85,7 @@ def list_models(arguments: Arguments) -> int:
     width = max((len(model.name) for model in models), default=0)
     for model in models:
         kind = f"{model.kind} ({model.dtype})" if model.dtype else model.kind
-        kind += ", base model" if _is_base(model) else ""
+        kind += ", base model" if _is_base(model) else ", images" if model.projector else ""
         print(f"{model.name:<{width}}  {kind:<32}  {readable_size(model.size):>10}  {model.folder}")
     models = [model for model in models if model.kind not in _OTHERS]
     total = readable_size(sum(model.size for model in models))
@@ -115,6 +115,7 @@ def _as_json(model: CachedModel) -> dict[str, Any]:
         "dtype": model.dtype,
         "base_model": _is_base(model),
         "size_bytes": model.size,
+        **({"projector": model.projector} if model.projector else {}),
         "folder": str(model.folder),
     }
 
@@ -169,7 +170,12 @@ def _matches(name: str, models: list[CachedModel]) -> list[CachedModel]:
         # What was made of a GGUF file goes with it.
         from octavo.loader.resolve import converted_folder
 
-        made = {converted_folder(model.folder / model.files[0]) for model in matches if ":" in model.name}
+        made = {
+            converted_folder(model.folder / model.files[0], projector=projector)
+            for model in matches
+            if ":" in model.name
+            for projector in (None, model.folder / model.projector if model.projector else None)
+        }
         matches += [model for model in models if model.folder in made]
     if not matches:
         if (local := find_local_model(name)) is not None:

@@ -29,7 +29,7 @@ def own_flags(argv: Sequence[str], flags: Collection[str]) -> list[str]:
         if word == "--":
             return [*words, *argv[number:]]
         name, equals, value = word.partition("=")
-        ours = next((flag for flag in OTHER_FLAGS.get(name, ()) if flag in flags), None)
+        ours = next((flag for flag in OTHER_FLAGS.get(name, ()) if flag.partition("=")[0] in flags), None)
         if name in flags or ours is None:
             words.append(values.get(word, word))
             values = {}

@@ -84,18 +84,25 @@ def entries_of_folder(folder: Path) -> list[ModelEntry]:
     found = []
     for path in paths:
         if path.suffix == ".gguf" and path.is_file():
+            if _is_projector(path):
+                continue
             stem, _, part = path.stem.rpartition("-00001-of-")
             if stem or "-of-" not in path.stem:
                 found.append(ModelEntry(source=str(path), name=stem if part and stem else path.stem))
         elif (path / "config.json").is_file():
             found.append(ModelEntry(source=str(path), name=path.name))
         elif path.is_dir():  # as downloads of single GGUF files lie: one folder for each
-            files = [file for file in sorted(path.glob("*.gguf")) if not file.name.startswith("mmproj")]
+            files = [file for file in sorted(path.glob("*.gguf")) if not _is_projector(file)]
             if files:
                 found.append(ModelEntry(source=str(files[0]), name=path.name))
     if not found:
         raise ConfigError(f"models_dir {folder} has neither a folder with a config.json nor a GGUF file")
     return found
+
+
+def _is_projector(path: Path) -> bool:
+    """Whether a GGUF file has the tower of another model's images."""
+    return "mmproj" in path.name.lower()
 
 
 def list_models(

@@ -143,6 +143,12 @@ class ModelOptions(OptionPart):
     chat_template: str | None = Field(
         None, description="File of a Jinja chat template to use instead of the model's own."
     )
+    mmproj: str = Field(
+        "auto", min_length=1,
+        description="The projector of a GGUF model's images: an mmproj .gguf file, or one of the hub "
+        "(owner/name/FILE.gguf). auto: the one beside the model in its folder or repository; F16, BF16, F32 or Q8_0: "
+        "the one of this type; none: text alone.",
+    )  # fmt: skip
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",

@@ -52,7 +52,7 @@ class _Table(msgspec.Struct):
     refused: list[tuple[str, str | dict[str, list[Any]], str]]
     other_names: dict[str, str]
     other_values: dict[str, dict[str, str]]
-    #: Flags of other engines, and ours: of several, the first one that the command has.
+    #: Flags of other engines, and ours, with a value or without: of several, the first one that the command has.
     other_flags: list[tuple[str, str]]
     #: Our flag -> values of another engine's flag -> ours.
     flag_values: dict[str, dict[str, str]]

@@ -867,7 +867,7 @@ def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) 
     assert draft.model is not None
     dummy = options.load_format == "dummy"
     try:
-        draft_folder = resolve_model(draft.model, revision=draft.revision, weights=not dummy)
+        draft_folder = resolve_model(draft.model, revision=draft.revision, weights=not dummy, mmproj="none")
     except ModelNotFoundError as e:
         raise ModelNotFoundError(f"speculative_config: {e}") from None
     draft_size = read_model_config(draft_folder, model_impl="octavo").vocab_size

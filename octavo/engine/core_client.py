@@ -36,7 +36,7 @@ from octavo.engine.messages import (
     StepDone,
     ToCore,
 )
-from octavo.loader.resolve import checkpoint_digest, description_digest, gguf_folder
+from octavo.loader.resolve import checkpoint_digest, description_digest, find_projector, gguf_folder
 from octavo.process.children import Failure, LogMessage
 
 if TYPE_CHECKING:
@@ -315,8 +315,11 @@ class ProcessStarter:
 
     def _folder(self) -> Path:
         """The folder of the model's configuration; for a GGUF file, the one extracted from its present content."""
-        model = Path(os.path.expanduser(self._start.options["model"]))
-        return gguf_folder(model) if os.path.isfile(model) else Path(self._start.folder)
+        model, mmproj = (self._start.options.get(name, "auto") for name in ("model", "mmproj"))
+        model = Path(os.path.expanduser(model))
+        if os.path.isfile(model):
+            return gguf_folder(model, projector=find_projector(model, mmproj))
+        return Path(self._start.folder)
 
     async def renew_reserve(self, since: float) -> None:
         """Replaces the reserve cores begun before ``since``, and waits for the new ones."""

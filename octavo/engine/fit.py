@@ -447,8 +447,9 @@ class Sizes:
 
     @functools.cached_property
     def weight_bytes(self) -> int:
-        if self.gguf is not None:
-            return self.gguf.num_bytes
+        if self.gguf is not None:  # a tower is in a file of its own
+            tower = self.network.tower
+            return self.gguf.num_bytes + (0 if tower is None else self._packed(list(tower.weights())))
         return self._packed(list(self.network.weights()))
 
     @functools.cached_property

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 # Modules of ``octavo.images`` need numpy and are imported in functions: models without images do without them.
 
 
+#: Texts before and after an image, by family; a template that writes images writes them too.
+_AROUND = {"qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>")}
+
+
 class ImagePrompts:
     """Replaces the image placeholders in prompts of one model."""
 
@@ -39,6 +43,14 @@ class ImagePrompts:
         from octavo.images.processors import read_image_processor
 
         return read_image_processor(self._files.folder, read_json(self._files.folder / "config.json"))
+
+    @cached_property
+    def text_placeholder(self) -> str:
+        """What stands for an image in a conversation whose template writes texts only, as in llama.cpp."""
+        facts = self._config.image_facts
+        around = _AROUND.get("" if facts is None else facts.family, ("", ""))
+        are_tokens = all(self._tokenizer.convert_tokens_to_ids(text) is not None for text in around if text)
+        return self.processor.placeholder.join(around if are_tokens else ("", ""))
 
     @cached_property
     def placeholder_id(self) -> int:
@@ -236,7 +248,7 @@ def chat_prompt(inputs: InputProcessor, messages: Sequence[Mapping[str, Any]], *
         return TokensPrompt(prompt=text, prompt_token_ids=inputs.tokenizer.encode(text, add_special_tokens=False))
     plain, parts = split_images(messages)
     images = [_image(part, path) for path, part in parts.items()]
-    placeholder = prompts.processor.placeholder
+    placeholder = prompts.text_placeholder
     text = inputs.tokenizer.apply_chat_template(plain, image_placeholder=placeholder, **options)
     ids, features = prompts.expand(inputs.tokenizer.encode(text, add_special_tokens=False), images)
     return TokensPrompt(prompt=text, prompt_token_ids=ids, multi_modal_data={"image": features})

@@ -78,10 +78,11 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
     from octavo.kernels import resolve_device
     from octavo.loader.resolve import gguf_source, resolve_model, weight_quantization
     from octavo.loader.weights import read_config
-    from octavo.models.network import build_without_weights, weight_bytes
+    from octavo.models.network import build_without_weights, size_bytes, weight_bytes
     from octavo.runner.memory import activation_bytes
 
-    folder = resolve_model(options.model, revision=options.revision, weights=options.load_format != "dummy")
+    dummy = options.load_format == "dummy"
+    folder = resolve_model(options.model, revision=options.revision, weights=not dummy, mmproj=options.mmproj)
     config, gguf = read_config(folder, options), gguf_source(options.model, options.revision)
     device = resolve_device(options.device)
     backend = options.kernels if options.kernels != "auto" else "cpu" if device == "cpu" else "triton"
@@ -90,6 +91,8 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
     network = build_without_weights(config, dtype, quantization, options.kv_cache_dtype)
     if gguf is not None and quantization == "gguf":
         weights = gguf_bytes(gguf)
+        if network.tower is not None:
+            weights += size_bytes(*network.tower.weights())
     else:
         weights = weight_bytes(network, maps_tables=backend == "cpu")
     groups = [

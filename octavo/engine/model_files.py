@@ -84,7 +84,8 @@ def find_model(options: EngineConfig, when_found: Callable[[Path], object] = lam
     check_classes(options)
     prefixes = [(read_text(path, "shared prefix"), path) for path in options.shared_prefix or ()]
     read_chat_template(options.chat_template)
-    folder = resolve_model(options.model, revision=options.revision, weights=options.load_format != "dummy")
+    is_dummy = options.load_format == "dummy"
+    folder = resolve_model(options.model, revision=options.revision, weights=not is_dummy, mmproj=options.mmproj)
     sampling = default_sampling(options.generation_config, folder)
     if sampling:
         startup_logger.info("sampling defaults of the model: %s", describe_sampling(sampling))

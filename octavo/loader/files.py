@@ -93,6 +93,8 @@ class CachedModel:
     size: int
     #: Of a model of the hub: its files in ``folder``.
     files: tuple[str, ...] = ()
+    #: The file of a GGUF model's image tower, which other models of the folder may share; ``size`` is without it.
+    projector: str = ""
 
 
 def cached_models() -> list[CachedModel]:
@@ -104,7 +106,8 @@ def cached_models() -> list[CachedModel]:
             name = _NAME.fullmatch(folder.name)
             if name is None or folder.is_symlink() or not folder.is_dir():
                 continue
-            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            files = (file for file in folder.rglob("*") if file.is_file() and file.name != PROJECTOR_LINK)
+            size = sum(file.stat().st_size for file in files)
             models.append(CachedModel(name["name"], kind, name["dtype"], folder, size))
     return sorted(models, key=lambda model: model.name)
 
@@ -171,6 +174,8 @@ def split_paths(path: Path) -> list[Path]:
     return [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
 
 
+#: The link to the projector of images (``octavo.loader.projector``) in the converted folder of a GGUF file.
+PROJECTOR_LINK = "mmproj.gguf"
 #: The weights in a folder of CTranslate2.
 MODEL_NAME = "model.bin"
 #: Limits of the name and the version at the beginning.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,9 @@ from tokenizers import Tokenizer
 
 from octavo.core.errors import TokenizerError, UnsupportedModelError, WeightError
 from octavo.kernels.weight_rows import dequantize
+from octavo.loader.files import PROJECTOR_LINK
 from octavo.loader.gguf_file import DENSE, GGUFFile, Metadata
+from octavo.loader.projector import whole_config
 from octavo.loader.sentencepiece import (
     BYTE,
     CONTROL,
@@ -34,16 +37,22 @@ from octavo.models.pooling_files import PAIR_TEMPLATE
 from octavo.models.registry import model_type_of, unsupported
 
 
-def write_gguf_folder(path: Path, folder: Path, sampling: Mapping[str, float] | None = None) -> None:
+def write_gguf_folder(
+    path: Path, folder: Path, sampling: Mapping[str, float] | None = None, projector: Path | None = None
+) -> None:
     """Writes config.json, generation_config.json and the tokenizer of a GGUF file into the existing ``folder``.
 
-    ``sampling``: default sampling parameters where the file has none.
+    ``sampling``: default sampling parameters where the file has none. ``projector``: the file of its images' tower,
+    which is linked; the settings of its image processor are written too.
     """
     file = GGUFFile(path)
     config = model_config(Metadata(file))
     write_tokenizer(file, folder, config["vocab_size"])
     generation = {**(sampling or {}), **generation_config(file)}
     files = {"config.json": config, "generation_config.json": generation, **pooling_files(file)}
+    if projector is not None:
+        files["config.json"], files["preprocessor_config.json"] = whole_config(config, file, GGUFFile(projector))
+        (folder / PROJECTOR_LINK).symlink_to(os.path.abspath(projector))
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
@@ -852,6 +861,7 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     ),
     "llama with experts": ("MixtralForCausalLM", _mixture),
     "qwen2": ("Qwen2ForCausalLM", _decoder),
+    "qwen2vl": ("Qwen2ForCausalLM", _decoder),
     "qwen2moe": ("Qwen2MoeForCausalLM", _mixture),
     "qwen3": ("Qwen3ForCausalLM", _decoder),
     "qwen3 with classes": ("Qwen3ForSequenceClassification", _yes_no_scorer),
@@ -949,6 +959,11 @@ def _kind(m: Metadata) -> str:
         name = "mamba with norms"
     elif name == "deepseek2" and _is_v3(m):
         name = "deepseek2 with sigmoids"
+    if name == "clip":
+        raise UnsupportedModelError(
+            f"{m.file.path} has the tower of a model's images, and no language model: give that model's GGUF file as "
+            "the model, and this file as mmproj"
+        )
     if name not in ARCHITECTURES:
         supported = [kind for kind in ARCHITECTURES if " " not in kind]
         raise unsupported(f"{m.file.path}: GGUF architecture", name, supported)

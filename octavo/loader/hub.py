@@ -152,6 +152,53 @@ def choose_gguf(models: Iterable[GGUFModel], tag: str | None) -> GGUFModel | Non
     return min(ordered, key=lambda model: (model.size, 0) if _bits(model) >= 4 else (1 << 62, -model.size))
 
 
+#: Types of projectors, the nearest to what models were trained in first.
+_PROJECTOR_TYPES = ("BF16", "F16", "FP16", "F32", "FP32", "Q8_0")
+
+
+def is_projector(file: str) -> bool:
+    """Whether a GGUF file has the tower of a model's images, by its name."""
+    return file.endswith(".gguf") and "mmproj" in file.rpartition("/")[2].lower()
+
+
+def projectors_of(model: str, files: Iterable[str], tag: str = "auto") -> list[str]:
+    """The projectors among ``files`` that by their names may be of the GGUF file ``model``, the best first.
+
+    They lie in the model's folder, or in one above it. Beside other models in the folder, their names must agree with
+    the model's, but for quantisations. ``tag``: the type of their tensors, or "auto"; "none" means none.
+    """
+    paths, (folder, _, _), name = list(files), model.rpartition("/"), _stem(model)
+    stems = {_stem(path) for path in paths if _is_language_model(path) and path.rpartition("/")[0] == folder}
+    is_alone = all(_are_alike(stem, name) for stem in stems)
+    found = []
+    for path in filter(is_projector, paths):
+        above, own, label = path.rpartition("/")[0], _stem(path), GGUFModel((path,), 0).label
+        agrees = is_alone or _are_alike(own, name)
+        if agrees and (not above or f"{folder}/".startswith(f"{above}/")) and tag.upper() in ("AUTO", label):
+            rank = _PROJECTOR_TYPES.index(label) if label in _PROJECTOR_TYPES else len(_PROJECTOR_TYPES)
+            found.append((-len(above), rank, path))
+    return [path for _, _, path in sorted(found)]
+
+
+def is_tag(name: str) -> bool:
+    """Whether a value of the option ``mmproj`` chooses among the projectors beside a model."""
+    return name in ("auto", "none") or _QUANTISATION.fullmatch(name) is not None
+
+
+def _is_language_model(path: str) -> bool:
+    return path.endswith(".gguf") and not is_no_model(path)
+
+
+def _are_alike(stem: str, other: str) -> bool:
+    return stem == other or ("" not in (stem, other) and (stem in other or other in stem))
+
+
+def _stem(path: str) -> str:
+    """The letters and digits of a file's name without its quantisation, its number as a part, and "mmproj"."""
+    name = re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", path.rpartition("/")[2])
+    return re.sub(r"[^a-z0-9]|mmproj|\bmodel\b", "", _QUANTISATION.sub("", name).lower())
+
+
 def _bits(model: GGUFModel) -> int:
     """The number in the label; 4 or more of labels without one."""
     digits = re.search(r"\d+", model.plain_label)
@@ -178,6 +225,8 @@ class HubFiles:
     gguf: GGUFModel | None
     #: Why the cached files are used without asking the hub.
     offline_reason: str | None = None
+    #: Which projector is used with the GGUF model: see ``projectors_of``.
+    mmproj: str = "auto"
 
     @property
     def snapshot(self) -> Path:
@@ -193,13 +242,26 @@ class HubFiles:
         return self.snapshot if self.gguf is None else self.snapshot / self.gguf.files[0]
 
     @property
+    def projector(self) -> str | None:
+        """The path of the projector of the GGUF model's images; of equally good ones, one that is cached."""
+        if self.gguf is None:
+            return None
+        paths = projectors_of(self.gguf.files[0], self.files, self.mmproj)
+        return next((path for path in paths if (self.snapshot / path).exists()), paths[0] if paths else None)
+
+    def within(self, folder: Path) -> Path | None:
+        """The projector below a folder that has the repository's files."""
+        return None if self.projector is None else folder / self.projector
+
+    @property
     def is_fetched(self) -> bool:
         return all((self.snapshot / path).exists() for path in self.needed())
 
     def needed(self, *, weights: bool = True) -> dict[str, HubFile]:
         """The files to fetch; of GGUF models all are weights."""
         if self.gguf is not None:
-            return {path: self.files[path] for path in self.gguf.files} if weights else {}
+            paths = [*self.gguf.files, *([] if self.projector is None else [self.projector])]
+            return {path: self.files[path] for path in paths} if weights else {}
         return {
             path: file
             for path, file in self.files.items()
@@ -224,10 +286,10 @@ class HubFiles:
         return self.path
 
 
-def find_files(model: HubModel, revision: str | None = None, *, weights: bool = True) -> HubFiles:
+def find_files(model: HubModel, revision: str | None = None, *, weights: bool = True, mmproj: str = "auto") -> HubFiles:
     """Asks the hub which files a name means; if it cannot be reached or refuses, the cached files answer.
 
-    ``weights``: false: a repository without weights will do.
+    ``weights``: false: a repository without weights will do. ``mmproj``: see ``HubFiles``.
 
     Raises:
         ModelNotFoundError: there is no such repository, revision or file; the message lists what there is.
@@ -245,9 +307,9 @@ def find_files(model: HubModel, revision: str | None = None, *, weights: bool = 
             if isinstance(e, ModelNotFoundError):
                 raise
             raise DownloadError(_not_cached(model, revision, e.problem)) from e
-        meant = replace(found, offline_reason=str(e))
+        meant = replace(found, offline_reason=str(e), mmproj=mmproj)
     else:
-        meant = HubFiles(model.repo, commit, revision, files, _choose(model, files, weights))
+        meant = HubFiles(model.repo, commit, revision, files, _choose(model, files, weights), mmproj=mmproj)
     models = gguf_models(meant.files)
     if meant.gguf is not None and model.tag is None and model.file is None and len(models) > 1:
         _tell(f"{meant.label} ({readable_size(meant.gguf.size)}) is used; there is {_listed(models)}")
@@ -349,14 +411,17 @@ def cached_models() -> list[CachedModel]:
         for snapshot in filter(None, (_snapshot(repo, revision) for revision in revisions)):
             files = _cached_files(snapshot)
             whole = {path for path in files if _WEIGHTS.fullmatch(path) or _DESCRIPTION.fullmatch(path)}
-            kinds = [(f"{repo}:{each.label}", each.files) for each in gguf_models(files)]
+            kinds = [
+                (f"{repo}:{each.label}", each.files, next(iter(projectors_of(each.files[0], files)), ""))
+                for each in gguf_models(files)
+            ]
             if "config.json" in files and any(path.endswith(".safetensors") for path in whole):
-                kinds.append((repo, tuple(sorted(whole))))
-            for name, paths in kinds:
+                kinds.append((repo, tuple(sorted(whole)), ""))
+            for name, paths, projector in kinds:
                 if paths not in seen:
                     seen.add(paths)
                     size = sum(files[path].size for path in paths)
-                    models.append(CachedModel(name, "hub", None, snapshot, size, paths))
+                    models.append(CachedModel(name, "hub", None, snapshot, size, paths, projector))
     return models
 
 
@@ -379,7 +444,8 @@ def remove(model: CachedModel) -> None:
             link.unlink()
         for blob in blobs - {link.resolve() for link in root.glob("snapshots/**/*")}:
             blob.unlink(missing_ok=True)
-        if not any(re.search(r"\.(gguf|safetensors)$", link.name) for link in root.glob("snapshots/**/*")):
+        left = [link.name for link in root.glob("snapshots/**/*")]
+        if not any(is_weights(name) and not is_no_model(name) for name in left):
             shutil.rmtree(root)
     except OSError as e:
         raise DownloadError(f"cannot remove {model.name} from {root}: {e.strerror or e}") from e

@@ -63,11 +63,14 @@ class LocalModel:
     stop: tuple[str, ...] = ()
     system: str = ""
     license: str = ""
+    #: The file of the image tower that comes with the model; ``size`` is without it.
+    projector: Path | None = None
 
     @property
     def cached(self) -> CachedModel:
         """As an entry of ``octavo list``."""
-        return CachedModel(self.name, self.source, None, self.path, self.size)
+        projector = "" if self.projector is None else self.projector.name
+        return CachedModel(self.name, self.source, None, self.path, self.size, projector=projector)
 
 
 class DamagedModelError(OctavoError):
@@ -130,7 +133,7 @@ def _names(model: LocalModel) -> set[str]:
         return {model.name, model.name.removesuffix(":latest")}
     owner, repository, file = model.name.split("/", 2)
     names = {model.name, f"{repository}/{file}"}
-    # A folder with one model stands for it; files of image encoders are not counted.
+    # A folder with one model stands for it; files of image towers are not counted.
     others = [path for path in model.path.parent.glob("*.gguf") if _is_model(path)]
     return names | ({f"{owner}/{repository}", repository} if len(others) == 1 else set())
 
@@ -154,12 +157,14 @@ def _read_manifest(root: Path, manifest: Path) -> LocalModel:
     blobs: dict[str, list[Path]] = {}
     for media_type, digest, size in layers:
         kind = str(media_type).removeprefix(_LAYER)
-        if kind in ("model", "params", "system", "license", "adapter"):
+        if kind in ("model", "params", "system", "license", "adapter", "projector"):
             blobs.setdefault(kind, []).append(_blob(root, digest, size))
     if len(blobs.get("model", ())) != 1:
         raise DamagedModelError(f"it has {len(blobs.get('model', ()))} layers of GGUF weights; one can be served")
     if "adapter" in blobs:
         raise DamagedModelError("it has an adapter: serve the model that it is for, with --enable-lora --lora-modules")
+    if len(projectors := blobs.get("projector", [])) > 1:
+        raise DamagedModelError(f"it has {len(projectors)} layers of image towers; one can be served")
     sampling, stop = _read_parameters([_read_plain(path, _MAX_TEXT) for path in blobs.get("params", ())])
     [path] = blobs["model"]
     texts = {
@@ -167,9 +172,9 @@ def _read_manifest(root: Path, manifest: Path) -> LocalModel:
         for kind in ("system", "license")
     }
     digest = hashlib.sha256(content).hexdigest()
-    return LocalModel(
-        _ollama_name(root, manifest), "ollama", path, path.stat().st_size, digest, sampling, stop, **texts
-    )
+    name, projector = _ollama_name(root, manifest), next(iter(projectors), None)
+    size = path.stat().st_size
+    return LocalModel(name, "ollama", path, size, digest, sampling, stop, projector=projector, **texts)
 
 
 def _ollama_name(root: Path, manifest: Path) -> str:
@@ -256,11 +261,14 @@ def _lmstudio_models() -> Iterator[LocalModel]:
                 continue
             name = path.relative_to(root).as_posix()
             digest = hashlib.sha256(f"{name} {facts}".encode()).hexdigest()
-            yield LocalModel(name, "lmstudio", path, sum(size for size, _ in facts), digest)
+            beside = hub.projectors_of(path.name, (each.name for each in path.parent.glob("*.gguf")))
+            projector = path.with_name(beside[0]) if beside else None
+            size = sum(size for size, _ in facts)
+            yield LocalModel(name, "lmstudio", path, size, digest, projector=projector)
 
 
 def _is_model(path: Path) -> bool:
-    """Whether a GGUF file is a language model, or its first part; not an image encoder."""
+    """Whether a GGUF file is a language model, or its first part; not an image tower."""
     return split_paths(path)[0] == path and not hub.is_no_model(path.name)
 
 

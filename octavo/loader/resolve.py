@@ -9,13 +9,14 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from octavo.core.errors import ConfigError, ModelNotFoundError
 from octavo.loader.builtin import BUILTIN, SHAPES, fetch_builtin, shape_folder
 from octavo.loader.files import MODEL_NAME as CTRANSLATE2_NAME
-from octavo.loader.files import cache_dir, is_ctranslate2, publish, split_paths
+from octavo.loader.files import PROJECTOR_LINK, cache_dir, is_ctranslate2, publish, split_paths
 
 if TYPE_CHECKING:
     from octavo.config.options import ModelOptions
@@ -34,7 +35,9 @@ _ACCEPTED = "a folder with config.json, a .gguf file, a built-in name or a hub i
 _LOCAL = ("ollama:", "lmstudio:")
 
 
-def resolve_model(name: str, *, revision: str | None = None, progress: bool = True, weights: bool = True) -> Path:
+def resolve_model(
+    name: str, *, revision: str | None = None, progress: bool = True, weights: bool = True, mmproj: str = "auto"
+) -> Path:
     """The folder with config.json and tokenizer.json of a model, and its safetensors if it has no GGUF file.
 
     Args:
@@ -44,8 +47,10 @@ def resolve_model(name: str, *, revision: str | None = None, progress: bool = Tr
         revision: branch, tag or commit of a model of the hub.
         progress: shows downloads on standard error.
         weights: false: weights are not fetched from the hub (``load_format="dummy"``, or only a tokenizer is read).
+        mmproj: the projector of a GGUF file's images, as the option of this name.
 
     Raises:
+        ConfigError: a projector is named, and the model is no GGUF file.
         ModelNotFoundError: nothing of that name exists.
         DownloadError: it exists but could not be fetched, or the cache cannot be written.
         WeightError, UnsupportedModelError, TokenizerError: a GGUF file is damaged, or cannot be served.
@@ -59,26 +64,30 @@ def resolve_model(name: str, *, revision: str | None = None, progress: bool = Tr
         # config.json of CTranslate2 itself does not name the network.
         if is_ctranslate2(path / CTRANSLATE2_NAME) and b'"model_type"' not in (path / "config.json").read_bytes():
             return ctranslate2_folder(path)
-        return path
+        return _without_projector(path, mmproj)
     if os.path.isfile(path):  # unlike Path.is_file, false also for what cannot be a name at all
-        return gguf_folder(path)
+        return gguf_folder(path, projector=find_projector(path, mmproj))
     if name in BUILTIN:
         fetched = fetch_builtin(BUILTIN[name], progress=progress)
         if BUILTIN[name].transcribes:
             return ctranslate2_folder(fetched.parent, name)
-        return fetched.parent if BUILTIN[name].embeds else gguf_folder(fetched, name, BUILTIN[name].sampling)
+        if BUILTIN[name].embeds:
+            return _without_projector(fetched.parent, mmproj)
+        return gguf_folder(fetched, name, BUILTIN[name].sampling, find_projector(fetched, mmproj))
     if name in SHAPES:
         return shape_folder(name)
     if (local := local_model(name, revision)) is not None:
-        return gguf_folder(local.path, local.name, local.sampling)
+        return gguf_folder(local.path, local.name, local.sampling, find_projector(local.path, mmproj, local.projector))
     if model := hub_model(name):
-        from octavo.loader.hub import find_files
+        from octavo.loader.hub import find_files, is_tag
 
-        meant = find_files(model, revision, weights=weights)
+        meant = find_files(model, revision, weights=weights, mmproj=mmproj if is_tag(mmproj) else "none")
         if meant.gguf is not None and not weights and not meant.is_fetched:
             return _gguf_folder_without_weights(meant)
         fetched = meant.fetch(progress=progress, weights=weights)
-        return fetched if meant.gguf is None else gguf_folder(fetched)
+        if meant.gguf is None:
+            return _without_projector(fetched, mmproj)
+        return gguf_folder(fetched, projector=find_projector(fetched, mmproj, meant.within(meant.snapshot)))
     raise ModelNotFoundError(_not_found(name))
 
 
@@ -86,6 +95,61 @@ def resolve_tokenizer(name: str) -> Path:
     """The folder with the tokenizer of a folder, of which no more is needed, or of any other model."""
     path = Path(name).expanduser()
     return path if path.is_dir() else resolve_model(name, weights=False)
+
+
+def find_projector(gguf: Path, mmproj: str = "auto", own: Path | None = None) -> Path | None:
+    """The projector that the option ``mmproj`` means for a language model's GGUF file; None: text alone.
+
+    "auto" and types take ``own``, which a manifest or a repository has, else the best one beside the file that fits.
+
+    Raises:
+        ModelNotFoundError: there is no such projector.
+        DownloadError: it could not be fetched from the hub.
+    """
+    path = Path(os.path.expanduser(mmproj))
+    if mmproj == "none":
+        return None
+    if mmproj != "auto" and path.is_file():
+        return path
+    beside = sorted(file.name for file in gguf.parent.glob("*.gguf"))
+    if mmproj == "auto" and own is None and not any("mmproj" in name.lower() for name in beside):
+        return None
+    from octavo.loader import hub
+
+    if hub.is_tag(mmproj):
+        from octavo.loader.projector import first_fit
+
+        names = hub.projectors_of(gguf.name, beside, mmproj)
+        found = first_fit(gguf, [gguf.parent / name for name in names] if own is None else [own])
+        if found is not None or mmproj == "auto":
+            return found
+    elif (model := hub_model(mmproj)) is not None:
+        return _fetch_projector(model, mmproj)
+    there = [name for name in beside if hub.is_projector(name)]
+    raise ModelNotFoundError(
+        f"no projector {mmproj!r}: mmproj is auto, none, a .gguf file, one of the hub (owner/name/FILE.gguf), or the "
+        f"type of one beside {gguf.name} that fits it: there is {', '.join(there) or 'none'}"
+    )
+
+
+def _fetch_projector(model: HubModel, mmproj: str) -> Path:
+    """The projector of the hub that ``mmproj`` names: a file, or one of a repository by its type or of any."""
+    from octavo.loader import hub
+
+    files = hub.find_files(replace(model, tag=None), weights=False, mmproj=model.tag or "auto")
+    if files.gguf is None or not hub.is_projector(files.gguf.files[0]):
+        paths = [files.projector] if files.projector else [path for path in files.files if hub.is_projector(path)]
+        if not paths or (model.tag and files.projector is None):
+            has = ", ".join(filter(hub.is_projector, files.files)) or "no mmproj-*.gguf"
+            raise ModelNotFoundError(f"the hub model {model.repo!r} has no projector {mmproj!r}; it has {has}")
+        files = hub.find_files(replace(model, tag=None, file=min(paths)))
+    return replace(files, mmproj="none").fetch()
+
+
+def _without_projector(folder: Path, mmproj: str) -> Path:
+    if mmproj not in ("auto", "none"):
+        raise ConfigError(f"mmproj={mmproj!r} is for a language model in a GGUF file; {folder} has all of its weights")
+    return folder
 
 
 def hub_model(name: str) -> HubModel | None:
@@ -170,8 +234,13 @@ def weight_quantization(
     return "gguf" if is_gguf else None
 
 
-def gguf_folder(path: Path, label: str | None = None, sampling: Mapping[str, float] | None = None) -> Path:
-    """The cached folder with configuration and tokenizer of a GGUF file.
+def gguf_folder(
+    path: Path,
+    label: str | None = None,
+    sampling: Mapping[str, float] | None = None,
+    projector: Path | None = None,
+) -> Path:
+    """The cached folder with configuration and tokenizer of a GGUF file, and a link to the ``projector`` of its images.
 
     The key is a fingerprint of the file's content, so a moved file is recognised. ``label`` begins the folder's name
     (default: the file's name). ``sampling``: default sampling parameters where the file has none.
@@ -184,28 +253,37 @@ def gguf_folder(path: Path, label: str | None = None, sampling: Mapping[str, flo
     def fill(folder: Path) -> None:
         from octavo.loader.gguf_config import write_gguf_folder
 
-        write_gguf_folder(path, folder, sampling)
+        write_gguf_folder(path, folder, sampling, projector)
 
-    return publish(converted_folder(path, label, sampling), fill)
+    return publish(converted_folder(path, label, sampling, projector), fill)
 
 
-def converted_folder(path: Path, label: str | None = None, sampling: Mapping[str, float] | None = None) -> Path:
+def converted_folder(
+    path: Path,
+    label: str | None = None,
+    sampling: Mapping[str, float] | None = None,
+    projector: Path | None = None,
+) -> Path:
     """Where ``gguf_folder`` puts, or has put, the folder of a GGUF file."""
     safe = re.sub(r"[^\w.-]", "_", label or re.sub(r"-\d{5}-of-\d{5}$", "", path.stem))[:80]
-    return cache_dir() / "models" / f"{safe}-{_fingerprint(path, sampling)}"
+    return cache_dir() / "models" / f"{safe}-{_fingerprint(path, sampling, projector)}"
 
 
 def _gguf_folder_without_weights(files: HubFiles) -> Path:
     """The folder with configuration and tokenizer of a GGUF file of the hub, of which only the header is fetched."""
     assert files.gguf is not None
     name = Path(files.gguf.name).name
-    digest = hashlib.sha256(f"{FOLDER_VERSION} {files.commit} {files.gguf.files}".encode()).hexdigest()[:16]
+    parts = (*files.gguf.files, *([] if files.projector is None else [files.projector]))
+    digest = hashlib.sha256(f"{FOLDER_VERSION} {files.commit} {parts}".encode()).hexdigest()[:16]
 
     def fill(folder: Path) -> None:
         from octavo.loader.gguf_config import write_gguf_folder
 
         with tempfile.TemporaryDirectory() as scratch:
-            write_gguf_folder(write_sketch(files, Path(scratch)), folder)
+            gguf = write_sketch(files, Path(scratch))
+            projector = find_projector(gguf, files.mmproj, files.within(Path(scratch)))
+            write_gguf_folder(gguf, folder, projector=projector)
+            (folder / PROJECTOR_LINK).unlink(missing_ok=True)
 
     return publish(cache_dir() / "models" / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:80]}-{digest}", fill)
 
@@ -257,14 +335,16 @@ def ctranslate2_folder(path: Path, label: str | None = None) -> Path:
     return publish(target, fill)
 
 
-def _fingerprint(path: Path, written: Mapping[str, float] | None = None) -> str:
+def _fingerprint(path: Path, written: Mapping[str, float] | None = None, linked: Path | None = None) -> str:
     """A hash of size, modification time, and 4 KiB at 66 offsets of the file, or of each file of a split model.
 
     Hashing all of a large file would take longer than loading it. Files that agree in all of these count as equal.
-    ``written``: further content of the folder.
+    ``written``: further content of the folder; ``linked``: a file to which it has a link.
     """
     digest = hashlib.sha256(f"{FOLDER_VERSION}{sorted((written or {}).items()) or ''}".encode())
-    for part in split_paths(path):
+    if linked is not None:
+        digest.update(os.path.abspath(linked).encode("utf-8", "surrogateescape"))
+    for part in [*split_paths(path), *([] if linked is None else [linked])]:
         if not part.is_file():  # named when the model is read
             continue
         stat = part.stat()

@@ -33,10 +33,10 @@ from octavo.core.files import read_object
 from octavo.core.garbage import return_freed_memory
 from octavo.core.model_config import ModelConfig
 from octavo.core.outputs import DenseConfig
-from octavo.kernels.weight_rows import GGUFRows, QuantizedRows, dequantize
+from octavo.kernels.weight_rows import GGUFRows, QuantizedRows
 from octavo.layers.layer import Layer, LayerContext
 from octavo.loader.ctranslate2 import whisper_tensors
-from octavo.loader.files import MODEL_NAME, is_ctranslate2, split_paths
+from octavo.loader.files import MODEL_NAME, is_ctranslate2
 from octavo.loader.misfits import Fields
 from octavo.loader.quantized import with_unpacking
 from octavo.loader.resolve import gguf_source
@@ -111,19 +111,19 @@ def load_model(folder: Path, config: ModelConfig, context: LayerContext, gguf: P
     entries = [*before, *network.entries()]
     tensors: Generator[tuple[str, Tensor]]
     if gguf is not None:
-        from octavo.loader.gguf_file import GGUFCheckpoint
+        from octavo.loader.projector import GGUFWeights
 
         # A folder of such a model is said to be bfloat16, as values of some exceed float16.
         stored = DType.FLOAT32 if context.dtype is DType.FLOAT32 else DType.BFLOAT16
         dtype = None if context.quantization == "gguf" else stored
         names = {name for name, _, _ in network.tensors()}
-        checkpoint = GGUFCheckpoint(gguf, config, shapes)
+        checkpoint = GGUFWeights(gguf, folder, config, shapes, entries)
         if context.tp_rank == 0 and (context.layers is None or not context.layers.start):
             form_of = context.kernels.form_of if dtype is None else lambda kind: None
-            logger.info(checkpoint.file.describe(form_of, context.dtype))
+            logger.info(checkpoint.language.file.describe(form_of, context.dtype))
         mapped = {weight.name for weight in network.weights() if weight.is_mapped}
         tensors = checkpoint.read(names, entries, dtype, mapped)
-        size = sum(part.stat().st_size for part in split_paths(gguf))
+        size = sum(part.stat().st_size for part in checkpoint.paths)
     elif context.quantization == "gguf":
         raise ConfigError(f"quantization='gguf' needs a model in a GGUF file; {folder} was not made from one")
     else:
@@ -576,9 +576,9 @@ def check_headers(folder: Path, config: ModelConfig, gguf: Path | None = None) -
     network = build_without_weights(config, "float32")
     shapes = network.tensor_shapes()
     if gguf is not None:
-        from octavo.loader.gguf_file import GGUFCheckpoint
+        from octavo.loader.projector import GGUFWeights
 
-        GGUFCheckpoint(gguf, config, shapes)
+        GGUFWeights(gguf, folder, config, shapes, network.entries())
         return
     entries: Sequence[CheckpointEntry] = [*before, *network.entries()]
     if config.quantization is not None:
@@ -608,10 +608,9 @@ def check_model(folder: Path, config: ModelConfig, gguf: Path | None = None) -> 
                 problems += _header_problems(folder, stored, config, entries, shapes)
             pairs: Iterator[tuple[str, np.ndarray]] = read_safetensors(folder)
         else:
-            from octavo.loader.gguf_file import GGUFCheckpoint
+            from octavo.loader.projector import GGUFWeights
 
-            file = GGUFCheckpoint(gguf, config, shapes).file
-            pairs = ((name, dequantize(entry.type.name, file.read_rows(entry))) for name, entry in file.tensors.items())
+            pairs = GGUFWeights(gguf, folder, config, shapes, network.entries()).values()
         for name, tensor in pairs:
             tensors, size = tensors + 1, size + tensor.nbytes
             if tensor.dtype.kind in "iub" or not tensor.size:

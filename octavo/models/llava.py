@@ -121,7 +121,8 @@ class LlavaForConditionalGeneration(VisionLanguageModel):
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         text = read_language_model(reader, LLAMAS)
         text = replace(text, tie_word_embeddings=text.tie_word_embeddings or reader.flag("tie_word_embeddings"))
-        token = reader.positive(reader.named("image_token_id", "image_token_index"), 32000)
+        name = reader.named("image_token_id", "image_token_index")  # 0 in some vocabularies
+        token = 0 if reader.raw.get(name) == 0 else reader.positive(name, 32000)
         if reader.table("vision_config").get("model_type") != "pixtral":
             tower = read_llava_tower(reader, "llava", LlavaTowerConfig)
             return with_tower(text, architecture, tower, ImageFacts("llava", token))

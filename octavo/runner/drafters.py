@@ -200,7 +200,7 @@ def find_draft_source(options: EngineConfig, config: ModelConfig) -> DraftSource
         return None
     assert speculation.model is not None
     dummy = options.load_format == "dummy"
-    folder = resolve_model(speculation.model, revision=speculation.revision, weights=not dummy)
+    folder = resolve_model(speculation.model, revision=speculation.revision, weights=not dummy, mmproj="none")
     if speculation.method == "draft_model":
         changes = {
             "model": speculation.model,

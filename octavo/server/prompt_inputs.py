@@ -362,9 +362,9 @@ class ImageInputs:
 
     @property
     def placeholder(self) -> str | None:
-        """The text that stands for an image in a prompt; None: the model reads no images."""
+        """The text that stands for an image where a template has none; None: the model reads no images."""
         prompts = self._llm.inputs.image_prompts
-        return None if prompts is None else prompts.processor.placeholder
+        return None if prompts is None else prompts.text_placeholder
 
     @property
     def are_seen(self) -> bool:

@@ -183,6 +183,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("llama", "Mistral", SHAPE | {"sliding_window": 8}),
     "mixtral": ("llama", "Mixtral", SHAPE | {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": None}),
     "qwen2moe": ("qwen2moe", "Qwen2Moe", SHAPE | EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "qwen2vl": ("qwen2vl", "Qwen2", SHAPE),
     "qwen3moe": ("qwen3moe", "Qwen3Moe", SHAPE | EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
     "olmo": ("olmo", "Olmo", LAYER_NORMS | {"clip_qkv": 0.5}),
     "olmo2": ("olmo2", "Olmo2", SHAPE),

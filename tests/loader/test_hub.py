@@ -15,7 +15,16 @@ from gguf import GGMLQuantizationType as Q
 
 from octavo.core.errors import DownloadError, ModelNotFoundError, OctavoError, UnsupportedModelError
 from octavo.loader import download
-from octavo.loader.hub import GGUFModel, HubFile, HubModel, choose_gguf, find_cached, gguf_models, parse_hub_model
+from octavo.loader.hub import (
+    GGUFModel,
+    HubFile,
+    HubModel,
+    choose_gguf,
+    find_cached,
+    gguf_models,
+    parse_hub_model,
+    projectors_of,
+)
 from octavo.loader.resolve import gguf_source, resolve_model, resolve_tokenizer
 from tests.busy_machine import PATIENCE
 from tests.fake_hub import TOKEN, FakeHub, hub_environment, octavo_command, serving_hub
@@ -99,6 +108,28 @@ def test_a_tag_means_a_quantisation_and_none_means_a_good_one(
 ) -> None:
     chosen = choose_gguf(listing(*paths), tag)
     assert (None if chosen is None else chosen.files[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "others", "tag", "expected"),
+    [
+        ("m-Q4_K_M.gguf", UNSLOTH, "auto", ["mmproj-F16.gguf"]),
+        ("BF16/m-BF16-00001-of-00002.gguf", UNSLOTH, "auto", ["mmproj-F16.gguf"]),
+        ("m-Q4_K_M.gguf", UNSLOTH, "F32", []),
+        ("m-Q4_K_M.gguf", UNSLOTH, "none", []),
+        ("m-Q4_K_M.gguf", ("m-mmproj-f32.gguf", "MMPROJ-BF16.gguf"), "auto", ["MMPROJ-BF16.gguf", "m-mmproj-f32.gguf"]),
+        ("m-Q8_0.gguf", ("mmproj-Q8_0.gguf", "mmproj-f16.gguf"), "q8_0", ["mmproj-Q8_0.gguf"]),
+        ("m-Q8_0.gguf", ("mmproj-model-f16.gguf", "other-Q8_0.gguf"), "auto", []),  # of which of the two is not said
+        ("m-Q8_0.gguf", ("mmproj-m-f16.gguf", "mmproj-other-f16.gguf", "other.gguf"), "auto", ["mmproj-m-f16.gguf"]),
+        ("m-it-Q8_0.gguf", ("mmproj-m-f16.gguf", "other.gguf"), "auto", ["mmproj-m-f16.gguf"]),
+        ("m-Q8_0.gguf", ("vision/mmproj-F16.gguf",), "auto", []),
+        ("a/m-Q8_0.gguf", ("mmproj-F16.gguf", "a/mmproj-F32.gguf"), "auto", ["a/mmproj-F32.gguf", "mmproj-F16.gguf"]),
+    ],
+)
+def test_projectors_are_those_that_may_be_of_the_model(
+    model: str, others: tuple[str, ...], tag: str, expected: list[str]
+) -> None:
+    assert projectors_of(model, [*others, model], tag) == expected
 
 
 def test_the_choice_among_the_cached_files_is_that_among_all() -> None:
