@@ -85,6 +85,7 @@ NETWORKS = {
     "Mamba2ForCausalLM": ("mamba2", "octavo.models.mamba", "MambaForCausalLM"),
     "MambaForCausalLM": ("mamba", "octavo.models.mamba", "MambaForCausalLM"),
     "MarianMTModel": ("marian", "octavo.models.bart", "MarianMTModel"),
+    "MiMoForCausalLM": ("mimo", "octavo.models.dense", "DenseForCausalLM"),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Ministral3ForCausalLM": ("ministral3", "octavo.models.dense", "DenseForCausalLM"),
     "MinistralForCausalLM": ("ministral", "octavo.models.dense", "DenseForCausalLM"),
@@ -133,6 +134,7 @@ NETWORKS = {
 _HEADS = {
     "EagleLlamaForCausalLM": ("", "octavo.models.eagle", "EagleForCausalLM"),
     "LlamaForCausalLMEagle3": ("", "octavo.models.eagle", "Eagle3ForCausalLM"),
+    "MultiTokenPredictor": ("", "octavo.models.mtp", "MultiTokenPredictor"),
 }
 
 #: Encoders by the beginning of the architecture, which ends in one of ``_ENDINGS``.
