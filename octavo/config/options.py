@@ -760,11 +760,10 @@ class SpeculativeOptions(OptionPart):
         "multi-token prediction that the checkpoint brings), prediction (only the predictions that requests bring, "
         "which every method uses), or none. model, revision: as the options of these names, for draft_model, eagle and "
         "eagle3; model alone means draft_model. quantization: as the option, for draft_model. num_speculative_tokens: "
-        "maximum draft tokens of a sequence in a step (7; mtp 3). prompt_lookup_min, prompt_lookup_max: tokens to match "
-        "(2, 4). suffix_decoding_max_tree_depth (24), "
-        "suffix_decoding_max_cached_tokens (262144, 24 bytes each). adaptive: adapt the draft length to acceptance and "
-        "cost (true). Answers do not change. Default: mtp if the checkpoint has such layers and memory allows, else "
-        "only the predictions of requests.",
+        "maximum draft tokens of a sequence in a step (7; mtp 3). prompt_lookup_min, prompt_lookup_max: tokens to "
+        "match (2, 4). suffix_decoding_max_tree_depth (24), suffix_decoding_max_cached_tokens (262144, 24 bytes each). "
+        "adaptive: adapt the draft length to acceptance and cost (true). Answers do not change. Default: mtp if the "
+        "checkpoint has such layers and memory allows, else only the predictions of requests.",
     )
 
 

@@ -1,7 +1,8 @@
 """Heads that draft for a model from its hidden states: EAGLE (Li et al., arXiv 2401.15077) and EAGLE-3 (2503.01840).
 
-A head is a ``DraftHead`` of one decoder layer (EAGLE-1: or several). Its features are the hidden state after the model's final norm (EAGLE-1), or a product with the residual streams before some
-layers (EAGLE-3). Tensors have the names of published heads.
+A head is a ``DraftHead`` of one decoder layer (EAGLE-1: or several). Its features are the hidden state after the final
+norm of the model (EAGLE-1), or a product with the residual streams before some layers (EAGLE-3). Tensors have the names
+of published heads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): layers that checkpoints bring for drafting (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""Multi-token prediction (MTP): layers that checkpoints bring for drafting (DeepSeek-V3, arXiv 2412.19437).
 
 Module k of a checkpoint predicts one token further than the module before it. It joins the norm of an embedding with
 the norm of a hidden state by a projection, and runs a layer like the model's own and a final norm; the model's
@@ -28,7 +28,7 @@ from octavo.models.draft_head import DraftHead
 from octavo.models.network import ResidualReader
 from octavo.models.registry import make_network
 
-ARCHITECTURE = "MultiTokenPredictor"
+ARCHITECTURE = "MTPModel"
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,11 @@ class _Module(Layer):
         super().__init__()
         width = config.hidden_size
         self.fc = self.attach(_PARTS[0], ReplicatedConcatLinear(context, [width] * 2, width, False))
-        norms: list[Any] = [self.attach(name, layers.make_final_norm(config.target, context)) for name in _PARTS[1:]]
-        self.embedding_norm, self.hidden_norm, self.norm = norms
+        norms: list[Any] = [layers.make_final_norm(config.target, context) for _ in _PARTS[1:]]
+        self.embedding_norm, self.hidden_norm, self.norm = map(self.attach, _PARTS[1:], norms)
 
 
-class MultiTokenPredictor(DraftHead):
+class MTPModel(DraftHead):
     """Module k drafts token k, and the last one all further tokens from its own results."""
 
     config: MTPConfig

@@ -134,7 +134,7 @@ NETWORKS = {
 _HEADS = {
     "EagleLlamaForCausalLM": ("", "octavo.models.eagle", "EagleForCausalLM"),
     "LlamaForCausalLMEagle3": ("", "octavo.models.eagle", "Eagle3ForCausalLM"),
-    "MultiTokenPredictor": ("", "octavo.models.mtp", "MultiTokenPredictor"),
+    "MTPModel": ("", "octavo.models.mtp", "MTPModel"),
 }
 
 #: Encoders by the beginning of the architecture, which ends in one of ``_ENDINGS``.

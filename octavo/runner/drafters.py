@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -355,7 +355,7 @@ class DraftModel(WorkerDrafter):
         return logits
 
 
-# --- eagle, eagle3 and mtp: a head that drafts from the model's hidden states ------------------------------------------
+# --- eagle, eagle3 and mtp: a head that drafts from the model's hidden states -----------------------------------------
 
 #: Positions of a row whose last tokens may not be known on the host, where steps are planned ahead.
 _AHEAD = 1
@@ -397,6 +397,7 @@ class HeadDrafter(WorkerDrafter):
                 "'draft_model', 'ngram' or 'suffix'"
             )
         is_dummy, context = options.load_format == "dummy", self._context
+        network: Network
         if isinstance(config, EagleConfig):
             folder, seed = self._source.folder, options.seed
             network = make_dummy_head(config, context, seed) if is_dummy else load_head(folder, config, context)
@@ -548,10 +549,11 @@ class HeadDrafter(WorkerDrafter):
         token_rows, positions = np.repeat(rows, ends - starts), inputs.arrays["positions"]
         for step, forward in enumerate(self._steps):
             places = np.minimum(positions + 1 + step, table.shape[1] - 1)
-            inputs.arrays["token_ids"] = table[token_rows, places].astype(np.int64)
+            inputs.arrays["token_ids"][:] = table[token_rows, places]  # in place: a host's batch is made once
             hidden = forward(self._device.to_device(inputs, ())).hidden
             if step == 0:
-                results = hidden if depth == 1 else self._kernels.take_rows(hidden, last)
+                # Behind the sampled rows there may be others.
+                results = hidden[: len(rows)] if depth == 1 else self._kernels.take_rows(hidden, last)
                 self._kernels.put_rows(self._results, rows, results)
             if step < depth - 1:
                 self._kernels.put_rows(self._features, all_rows, hidden)

@@ -61,9 +61,7 @@ def answer(model: str, prompts: list[str], count: int, tokens: int) -> list[Answ
         for index, prompt in enumerate(load.prompts):
             assert isinstance(prompt, str)
             asked.append(tokenizer.encode_chat([{"role": "user", "content": prompt}]))
-            params.append(
-                SamplingParams(temperature=load.temperature, seed=index, max_tokens=tokens, detokenize=False)
-            )
+            params.append(SamplingParams(temperature=load.temperature, seed=index, max_tokens=tokens, detokenize=False))
     outputs = llm.generate(asked, params, use_tqdm=False)
     llm.llm_engine.core.shutdown()
     return [
@@ -120,7 +118,7 @@ class Head(nn.Module):
         norms = {
             name: nn.RMSNorm(width, self.eps) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
         }
-        self.midlayer = nn.ModuleDict({"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp), **norms})
+        self.midlayer: Any = nn.ModuleDict({"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp), **norms})
         self.norm = nn.RMSNorm(width, self.eps)
         self.lm_head = linear(width, len(target_ids))
         with torch.no_grad():  # it begins with what the model says of the token before

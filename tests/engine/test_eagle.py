@@ -376,6 +376,8 @@ def _target(kind: str) -> Any:
     if kind in ("glm", "qwen3_5"):
         return {"glm": glm, "qwen3_5": qwen3_5}[kind](5)
     values: dict[str, Any] = {**TARGET, "head_dim": 16, "num_hidden_layers": 5}
+    if kind == "Gemma3Text":
+        values |= {"sliding_window": 8, "layer_types": [*["sliding_attention"] * 4, "full_attention"]}
     if kind == "GptOss":
         values |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
     return getattr(transformers, f"{kind}Config")(**values)

@@ -1,7 +1,7 @@
 """Small random models with layers for multi-token prediction, as their families' checkpoints have them.
 
-The reference of the extra layers is transformers' own layer of the family, over the whole context, with the parts around
-it in plain torch.
+The reference of the extra layers is transformers' own layer of the family, over the whole context, with the parts
+around it in plain torch.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.config.engine_config import make_config
 from octavo.core.dtypes import DType
 from octavo.layers.layer import LayerContext
 from octavo.loader.mtp import require_mtp
 from octavo.loader.weights import check_headers, load_model
-from octavo.config.engine_config import make_config
 from octavo.models.config_files import read_model_config
 from octavo.models.decoder import Decoder
 from octavo.models.draft_head import DraftHead
