@@ -479,6 +479,7 @@ def _network_facts(
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
+        **_draft_facts(options, config, folder),
         "kv_bytes_per_token": kv_bytes_per_token(network),
         "kv_groups": [
             {
@@ -491,6 +492,14 @@ def _network_facts(
         ],
         "memory": _memory_facts(options, config, network, gguf, backend),
     }
+
+
+def _draft_facts(options: EngineConfig, config: ModelConfig, folder: Path) -> dict[str, Any]:
+    """The layers for multi-token prediction in the checkpoint, with which the model drafts by default."""
+    from octavo.loader.mtp import find_mtp
+
+    found = find_mtp(folder, config, options)
+    return {} if found is None else {"multi_token_prediction_layers": found.num_layers}
 
 
 def _state_facts(options: EngineConfig, group: LayerGroup) -> dict[str, int]:

@@ -86,7 +86,8 @@ class EngineConfig(
     @property
     def kept_draft_tokens(self) -> int:
         """Draft tokens for which blocks of recurrent states have room; 0: such models have no drafts."""
-        return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+        drafts = self.speculative_config
+        return 0 if drafts is None or drafts.method == "none" else drafts.num_speculative_tokens
 
     def with_token_budget(self, device: str, context_length: int) -> Self:
         """The options with ``max_num_batched_tokens`` resolved; a prompt that is computed whole must fit a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -681,8 +682,12 @@ class SchedulerOptions(OptionPart):
 
 #: Methods whose drafts come from a network on the workers, named by ``model``.
 MODEL_METHODS = ("draft_model", "eagle", "eagle3")
-_FOREIGN_METHODS = ("medusa", "mlp_speculator", "mtp")
-_OWN_METHODS = ("ngram", "suffix", *MODEL_METHODS, "prediction")
+_FOREIGN_METHODS = ("medusa", "mlp_speculator")
+_OWN_METHODS = ("ngram", "suffix", *MODEL_METHODS, "mtp", "prediction", "none")
+#: vLLM's names of ``mtp``, such as deepseek_mtp.
+_MTP_OF_FAMILY = re.compile(r"\w+_mtp")
+#: Draft tokens of ``mtp`` by default: one module drafts further tokens from its own results, ever less surely.
+MTP_TOKENS = 3
 #: Self-speculation, see docs/speculation.md.
 _LAYER_SKIP = "the first layers of a model that is not trained for it seldom say what the whole model says"
 
@@ -694,9 +699,11 @@ class SpeculativeConfig(OptionPart):
 
     #: ``ngram``: what followed the same tokens earlier in the sequence. ``suffix``: also in recent outputs of other
     #: requests. ``draft_model``: a smaller model with the same vocabulary. ``eagle``, ``eagle3``: a head trained on the
-    #: model's hidden states. ``prediction``: the request's predicted output, which the other methods use, too.
-    method: Literal["ngram", "suffix", "prediction", "draft_model", "eagle", "eagle3"]
-    #: Maximum draft tokens of a sequence in a step; 7 and the token before them fill a tile of the CPU kernels.
+    #: model's hidden states. ``mtp``: layers for multi-token prediction in the model's checkpoint. ``prediction``: the
+    #: request's predicted output, which the other methods use, too. ``none``: no method, not even the model's own.
+    method: Literal["ngram", "suffix", "prediction", "draft_model", "eagle", "eagle3", "mtp", "none"]
+    #: Maximum draft tokens of a sequence in a step; 7 and the token before them fill a tile of the CPU kernels. Of
+    #: ``mtp`` 3.
     num_speculative_tokens: int = Field(7, ge=1, le=64)
     #: Bounds of the match of ``ngram``, in tokens.
     prompt_lookup_min: int = Field(2, ge=1, le=32)
@@ -713,7 +720,7 @@ class SpeculativeConfig(OptionPart):
 
     @property
     def drafts_on_workers(self) -> bool:
-        return self.method in MODEL_METHODS
+        return self.method in (*MODEL_METHODS, "mtp")
 
     @model_validator(mode="before")
     @classmethod
@@ -739,6 +746,8 @@ class SpeculativeConfig(OptionPart):
 
 
 def _speculative_config(value: Any) -> Any:
+    if isinstance(value, str) and value.strip() in ("mtp", "none"):  # methods without further fields
+        value = {"method": value.strip()}
     fields = read_mapping(value, _EXAMPLE)
     return make_part(SpeculativeConfig, _with_method(fields)) if isinstance(fields, dict) else fields
 
@@ -751,8 +760,13 @@ def _with_method(fields: dict[str, Any]) -> dict[str, Any]:
     model = fields.get("model")
     if "method" not in fields and isinstance(model, str):  # as in vLLM
         name = model.strip("[]")
-        fields["method"] = name if name in _OWN_METHODS + _FOREIGN_METHODS else "draft_model"
+        is_method = name in _OWN_METHODS + _FOREIGN_METHODS or _MTP_OF_FAMILY.fullmatch(name)
+        fields["method"] = name if is_method else "draft_model"
     method = fields.get("method")
+    if isinstance(method, str) and _MTP_OF_FAMILY.fullmatch(method):
+        if isinstance(model, str) and model.strip("[]") == method:
+            model = fields["model"] = "mtp"
+        method = fields["method"] = "mtp"
     if method is None:
         raise ValueError(f"method is missing: name one of {', '.join(_OWN_METHODS)}, as in {_EXAMPLE}")
     if method not in _OWN_METHODS:
@@ -769,7 +783,7 @@ def _with_method(fields: dict[str, Any]) -> dict[str, Any]:
     for name in ("model", "quantization", "revision"):
         if name in fields:
             raise ValueError(f"{name} {fields[name]!r}: method {method!r} takes no model; leave it out")
-    return fields
+    return {"num_speculative_tokens": MTP_TOKENS, **fields} if method == "mtp" else fields
 
 
 class SpeculativeOptions(OptionPart):
@@ -779,13 +793,14 @@ class SpeculativeOptions(OptionPart):
         None,
         description="Speculative decoding, as a mapping (JSON on the command line). method: ngram (what followed the "
         "same tokens earlier in the request), suffix (also in recent outputs of other requests), draft_model (a "
-        "smaller model of the same vocabulary), eagle or eagle3 (a head trained for the model), or prediction (only "
-        "the predictions that requests bring, which every method uses). model, revision: as the options of these "
-        "names, for draft_model, eagle and eagle3; model alone means draft_model. quantization: as the option, for "
-        "draft_model. num_speculative_tokens: maximum draft tokens of a sequence in a step (7). prompt_lookup_min, "
-        "prompt_lookup_max: tokens to match (2, 4). suffix_decoding_max_tree_depth (24), "
-        "suffix_decoding_max_cached_tokens (262144, 24 bytes each). adaptive: adapt the draft length to acceptance and "
-        "cost (true). Answers do not change. Default: only the predictions of requests.",
+        "smaller model of the same vocabulary), eagle or eagle3 (a head trained for the model), mtp (layers for "
+        "multi-token prediction that the checkpoint brings), prediction (only the predictions that requests bring, "
+        "which every method uses), or none. model, revision: as the options of these names, for draft_model, eagle and "
+        "eagle3; model alone means draft_model. quantization: as the option, for draft_model. num_speculative_tokens: "
+        "maximum draft tokens of a sequence in a step (7; mtp 3). prompt_lookup_min, prompt_lookup_max: tokens to "
+        "match (2, 4). suffix_decoding_max_tree_depth (24), suffix_decoding_max_cached_tokens (262144, 24 bytes each). "
+        "adaptive: adapt the draft length to acceptance and cost (true). Answers do not change. Default: mtp if the "
+        "checkpoint has such layers and memory allows, else only the predictions of requests.",
     )
 
 

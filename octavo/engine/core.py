@@ -25,7 +25,14 @@ import msgspec
 from octavo.config.engine_config import EngineConfig, idle_options
 from octavo.config.kv_spec import GroupBlocks, KVLayout
 from octavo.config.options import MAX_LOGPROBS_ON_GPU, SpeculativeConfig
-from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError, ModelNotFoundError, SequenceError
+from octavo.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineStateError,
+    InsufficientMemoryError,
+    ModelNotFoundError,
+    SequenceError,
+)
 from octavo.core.model_config import ModelConfig
 from octavo.core.plan import EngineCoreOutputs, GroupOutput, StepPlan, StepResult
 from octavo.core.request import AdapterRef, EngineCoreRequest, SequenceStatus, adapter_preparation, limits_of
@@ -453,6 +460,11 @@ class EngineCore(StepLoop):
         if (limit == -1 or limit > MAX_LOGPROBS_ON_GPU) and device != "cpu":
             raise ConfigError(f"max_logprobs must be in [0, {MAX_LOGPROBS_ON_GPU}] on a GPU, not {limit}")
         check_draft_model(options, self.model_config, folder)
+        named = options
+        if options.speculative_config is not None or self.model_config.head == "lm":
+            from octavo.loader.mtp import with_own_drafts
+
+            options = with_own_drafts(options, self.model_config, folder, on_cpu=device == "cpu")
         if self.model_config.is_encoder:
             options = options.for_encoder(device)
         elif self.model_config.encoder_facts is not None:
@@ -467,7 +479,14 @@ class EngineCore(StepLoop):
         self.options = options
         # The rotary table need not be longer, and two kinds of scaling are better with a short one.
         fitted = replace(self.model_config, max_position=context_length)
-        executor = make_executor(options, fitted, folder, self.dtype, replica)
+        try:
+            executor = make_executor(options, fitted, folder, self.dtype, replica)
+        except InsufficientMemoryError as e:
+            if named.speculative_config is not None or options.speculative_config is None:
+                raise
+            logger.warning("the model's layers for multi-token prediction are left out: %s", e)
+            options = self.options = options.model_copy(update={"speculative_config": None})
+            executor = make_executor(options, fitted, folder, self.dtype, replica)
         #: Called once: by ``shutdown``, or when the core is dropped or the process ends.
         self._end_workers = weakref.finalize(self, executor.shutdown)
         in_flight = options.token_budget * _steps_in_flight(options)

@@ -41,6 +41,7 @@ from octavo.models.checkpoint import (
     transpose,
 )
 from octavo.models.gemma4 import Gemma4Config
+from octavo.models.mtp import MTPConfig
 from octavo.models.qwen3_next import Qwen3NextConfig
 from octavo.process.startup import GIB
 
@@ -822,6 +823,9 @@ class GGUFCheckpoint:
         """
         self.file = GGUFFile(path)
         self._arch = str(self.file.metadata.get("general.architecture"))
+        is_whole = not isinstance(config, MTPConfig)
+        if isinstance(config, MTPConfig):
+            config = config.target
         self._config = config
         #: The names in the layout of the file, by the network's.
         self._stored = {name: stored_names(self._arch, name, self.file.tensors) for name in shapes}
@@ -844,7 +848,8 @@ class GGUFCheckpoint:
         self._unused = {
             name
             for name in self.file.tensors
-            if not name.startswith(unused)
+            if is_whole
+            and not name.startswith(unused)
             and name not in ROPE_TABLES
             and name not in DENSE.values()
             and not self._is_scale(name)

@@ -459,6 +459,13 @@ FAMILIES: dict[str, Family] = {
         activation="relu2",
         eps="layer_norm_eps",
     ),
+    # Qwen2, with modules that ``octavo.models.mtp`` reads.
+    "MiMoForCausalLM": Family(
+        names=(Drop(r"^model\.mtp_layers\."),),
+        defaults={"attention_bias": True, "max_position_embeddings": 32768},
+        only={"attention_bias": True, "use_sliding_window": False},
+        biases=("attention_bias", "", ""),
+    ),
     "MinistralForCausalLM": _MISTRAL,
     "Ministral3ForCausalLM": Family(
         defaults={"head_dim": 128, "max_position_embeddings": 262144},

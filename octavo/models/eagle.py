@@ -1,11 +1,8 @@
 """Heads that draft for a model from its hidden states: EAGLE (Li et al., arXiv 2401.15077) and EAGLE-3 (2503.01840).
 
-A head is one decoder layer (EAGLE-1: or several). Its input at position t is what the model made of token t, and the
-embedding of token t + 1; its output stands for what the model would make of token t + 1, so that it is the next input,
-with the token drafted from it. Its keys and values at t thus depend on token t + 1.
-
-The input is the hidden state after the model's final norm (EAGLE-1), or a product with the residual streams before some
-layers (EAGLE-3). Tensors have the names of published heads.
+A head is a ``DraftHead`` of one decoder layer (EAGLE-1: or several). Its features are the hidden state after the final
+norm of the model (EAGLE-1), or a product with the residual streams before some layers (EAGLE-3). Tensors have the names
+of published heads.
 """
 
 from __future__ import annotations
@@ -24,16 +21,19 @@ from octavo.layers.linear import ConcatQKVParallelLinear, ReplicatedConcatLinear
 from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.config_files import ConfigReader, fields_of
-from octavo.models.decoder import Decoder, PreNormLayer
+from octavo.models.decoder import PreNormLayer
+from octavo.models.draft_head import DraftHead, FeatureReader
 from octavo.models.llama import LlamaForCausalLM, make_mlp
-from octavo.models.network import Network, ResidualReader
+from octavo.models.network import ResidualReader
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 EagleMethod = Literal["eagle", "eagle3"]
+#: Of heads that the library Speculators has trained.
+_SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
 #: Architectures in config.json; published heads often name the network that they are made of.
 _ARCHITECTURES: dict[EagleMethod, tuple[str, ...]] = {
     "eagle": ("EagleLlamaForCausalLM", "LlamaForCausalLM"),
-    "eagle3": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
+    "eagle3": ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", *_SPECULATORS, "LlamaForCausalLM"),
 }
 
 
@@ -62,6 +62,9 @@ class EagleConfig(ModelConfig):
 
 def read_eagle_config(method: EagleMethod, reader: ConfigReader) -> EagleConfig:
     """The configuration of a head by its config.json."""
+    if layer := reader.table("transformer_layer_config"):  # as the library Speculators writes it
+        own = {name: value for name, value in reader.raw.items() if value is not None}
+        reader = replace(reader, raw={**layer, **own})
     _refuse_other_heads(method, reader)
     base = LlamaForCausalLM.read_config("LlamaForCausalLM", reader)
     changes = {
@@ -121,7 +124,7 @@ def _refuse_other_heads(method: EagleMethod, reader: ConfigReader) -> None:
         )
     for name in ("quantization_config", "compression_config"):  # heads are not quantised
         reader.only(name, {})
-    for name in ("add_para_norm", "norm_before_fc"):  # variants of the published head
+    for name in ("add_para_norm", "fc_norm", "norm_before_fc", "norm_output"):  # variants of the published head
         reader.only(name, False)
     ConfigReader(reader.table("eagle_config"), reader.file).only("use_aux_hidden_state", True)
     if method == "eagle3":
@@ -132,18 +135,11 @@ def _refuse_other_heads(method: EagleMethod, reader: ConfigReader) -> None:
 _COMMON: tuple[CheckpointEntry, ...] = (Rename(r"^model\.", ""), Drop(r"rotary_emb\.inv_freq$"), Drop(r"^(d2t|t2d)$"))
 
 
-class EagleHead(Network):
-    """A head on the model's device; ``attach_target`` must come before it is run.
-
-    ``forward_layers`` is given the features, float32 [T, E]: the model's, or the result for the row before; the memory
-    may be reused. The token of a row is the one after that of its features, whose position is the row's. The result,
-    float32 [T, E], stands for the features of that token; ``logits`` makes float32 [n, draft_vocab_size] of it.
-    """
+class EagleHead(DraftHead):
+    """What both kinds share: ``fc``, and perhaps an embedding."""
 
     config: EagleConfig
     method: ClassVar[EagleMethod]
-    #: int64 [draft_vocab_size]: the token of each draft id; None: they are the same.
-    target_ids: Array | None = None
 
     def __init__(self, config: EagleConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -158,29 +154,13 @@ class EagleHead(Network):
     def read_config(cls, architecture: str, reader: ConfigReader) -> EagleConfig:
         return read_eagle_config(cls.method, reader)
 
-    def attach_target(self, target: Decoder) -> None:
-        """Sets the target model, whose embedding (and with EAGLE-1 head) this head shares."""
-        self._target = target
-
-    def make_reader(self) -> FeatureReader | None:
-        """The reader of the target's residual streams; None where the features are the hidden states."""
-        return None
-
     def embed(self, token_ids: Array) -> Array:
-        return (self.embed_tokens or self._target.embed_tokens)(token_ids)
-
-
-class FeatureReader:
-    """Multiplies the residual streams before some layers with ``fc``, each as the forward pass reaches it."""
-
-    def __init__(self, fc: ReplicatedConcatLinear, layers: tuple[int, ...]) -> None:
-        self._fc, self._layers = fc, layers
-        #: float32 [T, E], complete after the last of the layers.
-        self.features: Array | None = None
-
-    def read(self, layer: int, residual: Array) -> None:
-        if layer in self._layers:
-            self.features = self._fc.product(self._layers.index(layer), residual, DType.FLOAT32, self.features)
+        if self.embed_tokens is not None:
+            return self.embed_tokens(token_ids)
+        table = self._target.embed_tokens
+        # Heads read the embedding without the model's factor.
+        embedding = table(token_ids)
+        return embedding if table.scale == 1.0 else table.kernels.scale(embedding, 1.0 / table.scale)
 
 
 class EagleForCausalLM(EagleHead):

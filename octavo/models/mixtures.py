@@ -430,7 +430,7 @@ class MixtureConfig(DenseConfig):
     """``intermediate_size`` is that of layers without experts."""
 
     mixture: Mixture
-    #: Layers for multi-token prediction, after the last one; not used.
+    #: Layers for multi-token prediction, after the last one, which ``octavo.models.mtp`` reads.
     prediction_layers: int = 0
 
     @property

@@ -32,7 +32,7 @@ class Qwen3NextConfig(DeltaConfig):
 
 
 class Qwen3NextForCausalLM(Decoder):
-    """Qwen3-Next, and the language models of Qwen3.5 and 3.6; image towers and multi-token prediction are not read."""
+    """Qwen3-Next, and the language models of Qwen3.5 and 3.6; image towers are not read."""
 
     def __init__(self, config: Qwen3NextConfig, context: LayerContext) -> None:
         super().__init__(config, context)

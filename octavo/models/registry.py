@@ -100,6 +100,7 @@ NETWORKS = {
     "Mamba2ForCausalLM": ("mamba2", "octavo.models.mamba", "MambaForCausalLM"),
     "MambaForCausalLM": ("mamba", "octavo.models.mamba", "MambaForCausalLM"),
     "MarianMTModel": ("marian", "octavo.models.bart", "MarianMTModel"),
+    "MiMoForCausalLM": ("mimo", "octavo.models.dense", "DenseForCausalLM"),
     "MiniMaxM2ForCausalLM": ("minimax_m2", "octavo.models.mixtures", "MixtureForCausalLM"),
     "Ministral3ForCausalLM": ("ministral3", "octavo.models.dense", "DenseForCausalLM"),
     "MinistralForCausalLM": ("ministral", "octavo.models.dense", "DenseForCausalLM"),
@@ -154,6 +155,7 @@ NETWORKS = {
 _HEADS = {
     "EagleLlamaForCausalLM": ("", "octavo.models.eagle", "EagleForCausalLM"),
     "LlamaForCausalLMEagle3": ("", "octavo.models.eagle", "Eagle3ForCausalLM"),
+    "MTPModel": ("", "octavo.models.mtp", "MTPModel"),
 }
 
 #: Encoders by the beginning of the architecture, which ends in one of ``_ENDINGS``.

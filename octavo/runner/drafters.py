@@ -1,4 +1,4 @@
-"""Drafters with a network of their own beside the model's (speculative decoding): draft_model, eagle, eagle3.
+"""Drafters with a network of their own beside the model's (speculative decoding): draft_model, eagle, eagle3, mtp.
 
 ``StepPlan.num_drafts`` says how many tokens to draft at most for each sequence. The worker drafts them at the beginning
 of that very step, when the tokens of earlier steps are known, puts them into ``StepPlan.drafts``, and verifies them as
@@ -23,8 +23,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -40,6 +41,7 @@ from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Array, LayerCache
 from octavo.layers.layer import LayerContext
+from octavo.loader.mtp import require_mtp
 from octavo.loader.resolve import gguf_source, resolve_model, weight_quantization
 from octavo.loader.weights import (
     load_head,
@@ -51,7 +53,9 @@ from octavo.loader.weights import (
 )
 from octavo.models.config_files import read_model_config
 from octavo.models.decoder import Decoder
-from octavo.models.eagle import EagleConfig, EagleHead, FeatureReader
+from octavo.models.draft_head import DraftHead, FeatureReader
+from octavo.models.eagle import EagleConfig
+from octavo.models.mtp import MTPConfig
 from octavo.models.network import Network, weight_bytes
 from octavo.runner.cache_engine import DraftedBlocks
 from octavo.runner.input_batch import Int64Array, StepInputs, offsets_of
@@ -85,7 +89,7 @@ class WorkerDrafter(RowFeature, ABC):
     #: Holds the drafter's weights; sleep mode moves them to host memory and back, or drops them.
     network: Network
     kv_specs: list[KVSpec]
-    #: Whether it computes each token as the model does, and never again, so that stored blocks must have its layers.
+    #: Whether it computes each token once, from the model's hidden states, so that stored blocks must have its layers.
     follows_model = False
     _source: DraftSource
     _context: LayerContext
@@ -185,19 +189,21 @@ class DraftSource:
         return replace(context, quantization=quantization, max_loras=0, max_lora_rank=0, virtual_tokens=0)
 
     def load(self, context: LayerContext, model: Network, loras: LoraPreparer | None) -> WorkerDrafter:
-        if isinstance(self.config, EagleConfig):
-            return EagleDrafter(self, context, model, loras)
-        return DraftModel(self, context, model)
+        if self.speculation.method == "draft_model":
+            return DraftModel(self, context, model)
+        return HeadDrafter(self, context, model, loras)
 
 
-def find_draft_source(options: EngineConfig, config: ModelConfig) -> DraftSource | None:
-    """The drafter of the options for a model of this configuration; None: no drafter has a network of its own.
+def find_draft_source(options: EngineConfig, config: ModelConfig, model_folder: Path) -> DraftSource | None:
+    """The drafter of the options for the model in this folder; None: no drafter has a network of its own.
 
     Finds (or fetches) the drafter's checkpoint and reads its config.json.
     """
     speculation = options.speculative_config
     if speculation is None or not speculation.drafts_on_workers:
         return None
+    if speculation.method == "mtp":
+        return DraftSource(options, speculation, model_folder, require_mtp(model_folder, config, options))
     assert speculation.model is not None
     dummy = options.load_format == "dummy"
     folder = resolve_model(speculation.model, revision=speculation.revision, weights=not dummy, mmproj="none")
@@ -349,18 +355,26 @@ class DraftModel(WorkerDrafter):
         return logits
 
 
-# --- eagle and eagle3: a head that drafts from the model's hidden states ----------------------------------------------
+# --- eagle, eagle3 and mtp: a head that drafts from the model's hidden states -----------------------------------------
+
+#: Positions of a row whose last tokens may not be known on the host, where steps are planned ahead.
+_AHEAD = 1
 
 
-class EagleDrafter(WorkerDrafter):
-    """The drafters ``eagle`` and ``eagle3``. Owns the head, and each row's results that drafts begin with."""
+class HeadDrafter(WorkerDrafter):
+    """The drafters ``eagle``, ``eagle3`` and ``mtp``: a head, which shares the model's blocks and what it computes.
 
-    network: EagleHead
+    The head need not run in every step. The model's features of each row's last positions are kept, and the head
+    computes several at once: those of a row that drafts, of one with no room left, and of one that ends, as its
+    blocks may serve others. So it costs little where nothing is drafted. Positions that a prompt has more of than there
+    is room for are computed in the prompt's own step.
+    """
+
+    network: DraftHead
     follows_model = True
 
     def __init__(self, source: DraftSource, context: LayerContext, model: Network, loras: LoraPreparer | None) -> None:
         """``loras``: of the model's rows, as a head may use the model's own projection to logits."""
-        assert isinstance(source.config, EagleConfig)
         self._loras = loras
         self._source, self._config, self._context = source, source.config, source.context(context)
         self._kernels = context.kernels
@@ -370,99 +384,194 @@ class EagleDrafter(WorkerDrafter):
         self._features = context.kernels.zeros(shape, DType.FLOAT32)
 
     def describe(self) -> str:
-        speculation, size = self._source.speculation, weight_bytes(self.network) / (1 << 30)
-        return f"{speculation.method} {speculation.model} ({self._config.architecture}), {size:.2f} GiB"
+        method, size = self._source.speculation.method, weight_bytes(self.network) / (1 << 30)
+        if isinstance(self._config, MTPConfig):
+            return f"mtp ({self._config.num_layers} of the checkpoint's own layers), {size:.2f} GiB"
+        return f"{method} {self._source.speculation.model} ({self._config.architecture}), {size:.2f} GiB"
 
     def load(self, model: Network) -> None:
-        options, config, method = self._source.options, self._config, self._config.method
+        options, config, method = self._source.options, self._config, self._source.speculation.method
         if not isinstance(model, Decoder) or (method == "eagle" and model.embed_tokens.scale != 1.0):
             raise ConfigError(
                 f"speculative_config: method {method!r} is not supported for {type(model).__name__}; take method "
                 "'draft_model', 'ngram' or 'suffix'"
             )
-        if options.load_format == "dummy":
-            self.network = make_dummy_head(config, self._context, options.seed)
+        is_dummy, context = options.load_format == "dummy", self._context
+        network: Network
+        if isinstance(config, EagleConfig):
+            folder, seed = self._source.folder, options.seed
+            network = make_dummy_head(config, context, seed) if is_dummy else load_head(folder, config, context)
+        elif is_dummy:
+            network = make_dummy_model(config, context, options.seed)
         else:
-            self.network = load_head(self._source.folder, config, self._context)
+            gguf = gguf_source(options.model, options.revision)
+            network = load_model(self._source.folder, config, context, gguf)
+        assert isinstance(network, DraftHead)
+        self.network = network
         self.network.attach_target(model)
 
     def _allocate(self, num_rows: int, num_drafts: int) -> None:
-        #: Maximum number of sampled rows of a sequence.
-        self._window = num_drafts + 1
-        #: Results at the sampled rows of each row's last step, and the number of known tokens before it; 0: none.
-        self._results = self._kernels.zeros((num_rows * self._window, self._features.shape[1]), DType.FLOAT32)
-        self._known = np.zeros(num_rows, np.int64)
+        width = self._features.shape[1]
+        #: Positions of a row whose features are kept: enough for two steps with drafts.
+        self._room = max(8, 2 * (num_drafts + 1)) + self.network.depth
+        #: The model's features at position p of a row, in the row's place p % room.
+        self._kept = self._kernels.zeros((num_rows * self._room, width), DType.FLOAT32)
+        #: By row, the positions whose features are kept and that the head has not computed: from first up to end.
+        self._first, self._end = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+        #: The head's result at the last position that it has computed of each row.
+        self._results = self._kernels.zeros((num_rows, width), DType.FLOAT32)
+
+    def capture(self) -> None:
+        caches = self.worker.cache.drafter_caches
+        self.network.extend_positions(self._largest.max_seq_len)
+        self._steps = [
+            self._context.kernels.capture(partial(self._run_step, step, caches), self._largest)
+            for step in range(self.network.depth)
+        ]
+
+    def release(self) -> None:
+        self._steps = []
+        self._first[:] = self._end[:] = 0  # nothing of the KV cache is kept
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
+        return self._run_step(0, caches, batch)
+
+    def _run_step(self, step: int, caches: Sequence[LayerCache], batch: ForwardBatch) -> ForwardOutput:
         self._kernels.adapters.begin(batch)
-        hidden = self.network.forward_layers(self._features[: len(batch.token_ids)], batch, list(caches))
+        hidden = self.network.forward_step(step, self._features[: len(batch.token_ids)], batch, list(caches))
         return ForwardOutput(self._kernels.take_sampled(hidden, batch))
 
     def make_reader(self) -> FeatureReader | None:
         return self.network.make_reader()
 
+    # --- rows ---
+
+    def begin(self, plan: StepPlan) -> None:
+        """Computes what is kept of rows that end, while they have their blocks, and of all before blocks are stored."""
+        seq_ids = plan.forget
+        rows = [row for seq_id in seq_ids if (row := self._batch.find_row(seq_id)) is not None]
+        ending = np.flatnonzero(self._first < self._end) if plan.blocks_to_store else np.array(rows, np.int64)
+        if len(ending):
+            # The token after the last position may be unknown.
+            ends = np.minimum(self._end[ending], self._batch.num_computed[ending])
+            self._catch_up(ending, np.minimum(ends, self._batch.tokens.num_tokens[ending] - 1))
+
+    def forget(self, seq_id: int, row: int) -> None:
+        self._first[row] = self._end[row] = 0
+
     def add(self, sequence: NewSequence, row: int) -> None:
-        self._known[row] = 0
+        self._first[row] = self._end[row] = sequence.num_computed
 
     def fork(self, parent: int, row: int) -> None:
-        self._known[row] = 0  # the child's next token is another one
+        self._copy(np.array([parent]), np.array([row]))
+
+    def _copy(self, parents: Int64Array, rows: Int64Array) -> None:
+        self._first[rows], self._end[rows] = self._first[parents], self._end[parents]
+        places = np.arange(self._room)
+        sources, targets = ((each[:, None] * self._room + places).reshape(-1) for each in (parents, rows))
+        self._kernels.put_rows(self._kept, targets, self._kernels.take_rows(self._kept, sources))
+
+    # --- a step ---
 
     def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, step: QueuedStep) -> None:
         features = output.hidden if output.features is None else output.features
-        self._kernels.put_rows(self._features, np.arange(len(features)), features)
-        tokens = self._next_tokens(inputs, None if step.sampled is None else step.sampled.sample.tokens)
-        hidden = self._forward(replace(batch, token_ids=tokens)).hidden
-        if not len(inputs.sampling):
-            return
-        rows = inputs.rows[inputs.sampling]
-        positions = inputs.arrays["positions"][inputs.arrays["sampled_rows"]]
-        places = rows * self._window
-        if inputs.drafted is None:
-            self._known[rows] = positions[: len(rows)] + 1
+        rows, starts, ends = inputs.rows, inputs.starts, inputs.ends
+        first = self._first[rows]
+        # Of rejected drafts nothing is kept; positions that were not computed in steps, such as forced ones, are lost.
+        first = np.where((first <= starts) & (starts <= self._end[rows]), first, starts)
+        self._first[rows], self._end[rows] = first, ends
+        full = ends - first > self._room
+        positions, token_rows = inputs.arrays["positions"], rows
+        if len(positions) != len(rows):
+            token_rows = np.repeat(rows, ends - starts)
+        if not full.any():
+            self._keep(token_rows, positions, features)
         else:
-            counts, count = inputs.drafted.counts[: len(rows)], self._num_own(inputs)
-            offsets = inputs.drafted.offsets[:count]
-            places = np.repeat(places, counts) + offsets
-            self._known[rows] = positions[:count][offsets == 0] + 1
-            hidden, kept = hidden[:count], np.flatnonzero(offsets < self._window)
-            if len(kept) != count:  # drafts that others propose, such as predictions, may be more than the head's
-                hidden, places = self._kernels.take_rows(hidden, kept), places[kept]
-        self._kernels.put_rows(self._results, places, hidden[: len(places)])
+            self._make_room(inputs, features, full)
+        if inputs.forked is not None:
+            self._copy(rows[inputs.forked.parents], inputs.forked.rows)
 
-    @staticmethod
-    def _num_own(inputs: StepInputs) -> int:
-        """The number of sampled rows of the step's sequences; the rows of their forks follow."""
-        count = len(inputs.sampling)
-        return count if inputs.drafted is None else int(inputs.drafted.counts[:count].sum())
+    def _keep(self, rows: Int64Array, positions: Int64Array, features: Array) -> None:
+        self._kernels.put_rows(self._kept, rows * self._room + positions % self._room, features)
 
-    def _next_tokens(self, inputs: StepInputs, sampled: Any | None) -> Array:
-        """The token that follows each token of the step, int64 [T]; any token where the next one is not known yet."""
-        if sampled is not None and inputs.all_sampled and inputs.forked is None:
-            return self._kernels.as_token_ids(sampled)
-        lengths = np.diff(inputs.arrays["query_start_loc"])
-        rows, positions = np.repeat(inputs.rows, lengths), inputs.arrays["positions"]
-        tokens = self._kernels.wrap(self._batch.tokens.ids[rows, positions + 1].astype(np.int64))
-        if sampled is not None:
-            count = self._num_own(inputs)
-            self._kernels.put_tokens(tokens, inputs.arrays["sampled_rows"][:count], sampled, np.arange(count))
-        return tokens
+    def _make_room(self, inputs: StepInputs, features: Array, full: NDArray[np.bool_]) -> None:
+        """Computes as much as possible of the rows that are ``full``, and keeps the rest of the step's features."""
+        rows, starts, ends = inputs.rows, inputs.starts, inputs.ends
+        lengths = ends - starts
+        # Of a prompt, all tokens are known, but not what follows them; of others those before this step's.
+        until = np.where(lengths == 1, starts - _AHEAD, ends - 1)
+        until = np.where(inputs.arrays["num_drafts"] > 0, starts, until)
+        which = np.repeat(np.arange(len(rows)), lengths)
+        positions = inputs.arrays["positions"]
+        # A copy: the head's forward may reuse the memory.
+        features = self._kernels.take_rows(features, np.arange(len(positions)))
+        offsets = offsets_of(lengths)[:-1]
+        chosen = np.flatnonzero(full)
+        self._catch_up(rows[chosen], until[chosen], _StepFeatures(features, starts[chosen], offsets[chosen]))
+        # Of more drafts than there is room for, the first are not computed.
+        self._first[rows] = np.maximum(self._first[rows], ends - self._room)
+        kept = np.flatnonzero(positions >= self._first[rows][which])
+        self._keep(rows[which[kept]], positions[kept], self._kernels.take_rows(features, kept))
+
+    def _catch_up(self, rows: Int64Array, ends: Int64Array, step: _StepFeatures | None = None) -> None:
+        """Computes the positions of these rows up to ``ends``, whose next tokens are known.
+
+        The results at the last of them are in ``_results``. With several layers the last positions are computed again
+        later, as a layer needs further tokens than the one before it.
+        """
+        starts = self._first[rows].copy()
+        self._first[rows] = np.maximum(starts, ends - (self.network.depth - 1))
+        offsets = None if step is None else step.offsets - step.starts
+        while (behind := np.flatnonzero(starts < ends)).size:
+            lengths = ends[behind] - starts[behind]
+            lengths = np.clip(self._largest.tokens - (np.cumsum(lengths) - lengths), 0, lengths)
+            order = np.argsort(lengths != 1, kind="stable")
+            order = order[lengths[order] > 0]  # rows with one token first
+            piece, lengths = behind[order], lengths[order]
+            until = starts[piece] + lengths
+            token_rows, which = np.repeat(rows[piece], lengths), np.repeat(piece, lengths)
+            first = np.cumsum(lengths) - lengths
+            positions = np.arange(len(which)) + np.repeat(starts[piece] - first, lengths)
+            kept = self._kernels.take_rows(self._kept, token_rows * self._room + positions % self._room)
+            self._kernels.put_rows(self._features, np.arange(len(which)), kept)
+            if step is not None and offsets is not None:
+                new = np.flatnonzero(positions >= step.starts[which])
+                sources = self._kernels.take_rows(step.features, positions[new] + offsets[which[new]])
+                self._kernels.put_rows(self._features, new, sources)
+            self._compute(rows[piece], starts[piece], until)
+            starts[piece] = until
+
+    def _compute(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> None:
+        """Runs all layers on positions of these rows, whose features are in ``_features``; keeps the last results."""
+        table, depth, offsets = self._batch.tokens.ids, self.network.depth, offsets_of(ends - starts)
+        last, all_rows = offsets[1:] - 1, np.arange(offsets[-1])
+        inputs = self._batch.flatten(rows, starts, ends, offsets, last if depth == 1 else all_rows)
+        token_rows, positions = np.repeat(rows, ends - starts), inputs.arrays["positions"]
+        for step, forward in enumerate(self._steps):
+            places = np.minimum(positions + 1 + step, table.shape[1] - 1)
+            inputs.arrays["token_ids"][:] = table[token_rows, places]  # in place: a host's batch is made once
+            hidden = forward(self._device.to_device(inputs, ())).hidden
+            if step == 0:
+                # Behind the sampled rows there may be others.
+                results = hidden[: len(rows)] if depth == 1 else self._kernels.take_rows(hidden, last)
+                self._kernels.put_rows(self._results, rows, results)
+            if step < depth - 1:
+                self._kernels.put_rows(self._features, all_rows, hidden)
 
     def draft(self, counts: dict[int, int]) -> Drafts:
-        """Drafts; a row gets no drafts if the head has not seen its last step, such as a fork."""
+        """Drafts; a row gets no drafts if the model's last features are not kept."""
         drafts, table = Drafts(), self._batch.tokens
         rows, limits = (np.fromiter(values, np.int64, len(counts)) for values in (counts.keys(), counts.values()))
         computed = self._batch.num_computed[rows]
-        offsets = computed - self._known[rows]
-        # Of tokens that were appended without being sampled, the head has not computed the one before the last.
-        seen = (self._known[rows] > 0) & (offsets >= 0) & (offsets < self._window)
-        seen &= computed == table.num_tokens[rows] - 1
-        rows, limits, offsets = rows[seen], limits[seen], offsets[seen]
-        hidden = self._kernels.take_rows(self._results, rows * self._window + offsets)
+        seen = (self._first[rows] < computed) & (computed <= self._end[rows]) & (computed == table.num_tokens[rows] - 1)
+        rows, limits = rows[seen], limits[seen]
+        self._catch_up(rows, computed[seen])
+        hidden = self._kernels.take_rows(self._results, rows)
         number = 0
         while len(rows):
             places = table.num_tokens[rows] + number
             if number:
-                hidden = self._follow(rows, places, hidden)
+                hidden = self._follow(rows, places, hidden, number)
             if self._loras is not None:
                 self._loras.use(rows)
             logits, ids = self.network.logits(hidden), self.network.target_ids
@@ -478,10 +587,20 @@ class EagleDrafter(WorkerDrafter):
                 rows, limits = rows[more], limits[more]
         return drafts
 
-    def _follow(self, rows: Int64Array, places: Int64Array, hidden: Array) -> Array:
+    def _follow(self, rows: Int64Array, places: Int64Array, hidden: Array, number: int) -> Array:
         """The head's results [S, E] from its last results, ``hidden``, and the drafts before ``places``."""
-        starts, offsets = places - 2, np.arange(len(rows) + 1)
+        step = min(number, self.network.depth - 1)
+        starts, offsets = places - 2 - step, np.arange(len(rows) + 1)
         inputs = self._batch.flatten(rows, starts, starts + 1, offsets, offsets[:-1])
         inputs.arrays["token_ids"] = self._batch.tokens.ids[rows, places - 1].astype(np.int64)
         self._kernels.put_rows(self._features, np.arange(len(rows)), hidden)
-        return self._forward(self._device.to_device(inputs, ())).hidden
+        return self._steps[step](self._device.to_device(inputs, ())).hidden
+
+
+@dataclass(frozen=True)
+class _StepFeatures:
+    """The features of a step's tokens: of some rows, the first position [S] and the index of its features."""
+
+    features: Array
+    starts: Int64Array
+    offsets: Int64Array

@@ -88,7 +88,7 @@ class LoadedModel:
         if options.speculative_config is not None and options.speculative_config.drafts_on_workers:
             from octavo.runner.drafters import find_draft_source
 
-            drafts = find_draft_source(options, config)
+            drafts = find_draft_source(options, config, folder)
         kv_specs = _kv_specs(options, config, dtype, drafts)
         # Backends are chosen by the layers of all stages, so that all stages compute with the same one.
         kernels = load_kernels(

@@ -100,7 +100,7 @@ class Speculator:
 
 
 def make_speculator(config: SpeculativeConfig | None) -> Speculator:
-    """Without a configuration, only predictions of requests are drafted from."""
+    """Without a configuration or method, only predictions of requests are drafted from."""
     config = config or SpeculativeConfig(method="prediction")
     drafter: Drafter | None = None
     if config.drafts_on_workers:

@@ -17,8 +17,9 @@ from octavo.core.sampling_params import BeamSearchParams
 from octavo.loader.adapters import AdapterTargets
 from octavo.models.config_files import read_model_config
 from octavo.runner import loaded_model
-from octavo.runner.drafters import Drafts, EagleDrafter
+from octavo.runner.drafters import Drafts, HeadDrafter
 from tests.models.eagle_heads import TARGET, Head, Reference, eagle1, eagle3
+from tests.models.mtp_models import deepseek, glm, qwen3_5
 from tests.random_mixes import random_params
 from tests.runner.plan_worker import make_adapter
 from tests.whole_outputs import all_of
@@ -93,15 +94,15 @@ def plain(files: dict[str, Any]) -> Any:
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
     """All that heads draft from now on: the tokens of a sequence, and those drafted to follow them."""
     found: list[tuple[list[int], list[int]]] = []
-    draft = EagleDrafter.draft
+    draft = HeadDrafter.draft
 
-    def recorded(self: EagleDrafter, counts: dict[int, int]) -> Drafts:
+    def recorded(self: HeadDrafter, counts: dict[int, int]) -> Drafts:
         drafts, table = draft(self, counts), self._batch.tokens
         for row, tokens in drafts.tokens.items():
             found.append((table.ids[row, : table.num_tokens[row]].tolist(), tokens))
         return drafts
 
-    monkeypatch.setattr(EagleDrafter, "draft", recorded)
+    monkeypatch.setattr(HeadDrafter, "draft", recorded)
     return found
 
 
@@ -365,3 +366,39 @@ def test_random_mixes(files: dict[str, Any], seed: int) -> None:
     llm = load(files["target"], files[method], method, drafts, **kind, **options)
     for _ in range(2):
         assert all_of(run(llm, prompts, params)) == wanted
+
+
+def _target(kind: str) -> Any:
+    import transformers
+
+    if kind == "deepseek":
+        return deepseek(5)
+    if kind in ("glm", "qwen3_5"):
+        return {"glm": glm, "qwen3_5": qwen3_5}[kind](5)
+    values: dict[str, Any] = {**TARGET, "head_dim": 16, "num_hidden_layers": 5}
+    if kind == "Gemma3Text":
+        values |= {"sliding_window": 8, "layer_types": [*["sliding_attention"] * 4, "full_attention"]}
+    if kind == "GptOss":
+        values |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
+    return getattr(transformers, f"{kind}Config")(**values)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "GptOss", "Gemma3Text", "deepseek", "glm", "qwen3_5"])
+def test_eagle_3_on_other_families(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(_target(kind)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(tmp_path / "target")
+    eagle3(vocab_size=model.config.vocab_size, eagle_aux_hidden_state_layer_ids=[1, 2, 4]).save(tmp_path / "head")
+    options: dict[str, Any] = {"state_checkpoint_tokens": 8} if kind == "qwen3_5" else {}
+    params = [PARAMS[0], PARAMS[2]]
+    wanted = all_of(run(load(tmp_path / "target", **options), PROMPTS[2:4], params))
+    llm = load(tmp_path / "target", tmp_path / "head", "eagle3", drafts=3, **options)
+    assert all_of(run(llm, PROMPTS[2:4], params)) == wanted
+    stats = llm.llm_engine.core.scheduler.stats().speculation
+    assert stats is not None and stats.draft_tokens > 30 and stats.failures == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from octavo.layers.layer import LayerContext
 from octavo.loader.weights import load_head, load_model, read_head_config
 from octavo.models.config_files import read_model_config
 from octavo.models.decoder import Decoder
+from octavo.models.draft_head import DraftHead
 from octavo.models.eagle import EagleMethod
 from tests.models.eagle_heads import TARGET, Head, Reference, eagle1, eagle3
 from tests.models.zoo import _backends
@@ -32,24 +34,32 @@ BLOCK, BLOCKS = 4, 16
 class Runner:
     """A target and a head, each captured as the engine does, over caches of consecutive blocks."""
 
-    def __init__(self, kernels: Kernels, folder: Path, head_folder: Path, method: EagleMethod) -> None:
-        config, context = read_model_config(folder), LayerContext(kernels, DType.FLOAT32)
-        network = load_model(folder, config, context)
-        assert isinstance(network, Decoder)
-        self.network, self.kernels = network, kernels
-        self.head = load_head(head_folder, read_head_config(head_folder, method, config), context)
-        self.head.attach_target(network)
+    def __init__(self, kernels: Kernels, network: Decoder, head: DraftHead) -> None:
+        self.network, self.kernels, self.head = network, kernels, head
+        head.attach_target(network)
         largest = BatchSize(64, 4, 64, BLOCK * BLOCKS, BLOCK)
         self._caches = self._make_caches(kernels, network.kv_specs)
         self._head_caches = self._make_caches(kernels, self.head.kv_specs)
         self._features = kernels.zeros((64, self.head.config.hidden_size), DType.FLOAT32)
         self._forward = kernels.capture(self._run_target, largest)
-        self._draft = kernels.capture(self._run_head, largest)
+        self._draft = [kernels.capture(partial(self._run_head, step), largest) for step in range(head.depth)]
+
+    @classmethod
+    def load(cls, kernels: Kernels, folder: Path, head_folder: Path, method: EagleMethod) -> Runner:
+        config, context = read_model_config(folder), LayerContext(kernels, DType.FLOAT32)
+        network = load_model(folder, config, context)
+        assert isinstance(network, Decoder)
+        return cls(kernels, network, load_head(head_folder, read_head_config(head_folder, method, config), context))
 
     @staticmethod
     def _make_caches(kernels: Kernels, specs: Any) -> Any:
         groups = group_layers(specs)
-        return kernels.make_cache(groups, [BLOCKS] * len(groups), BLOCK)
+        caches = kernels.make_cache(groups, [BLOCKS] * len(groups), BLOCK)
+        for cache in caches:
+            if groups[cache.group].spec.kind == "state":
+                cache.state_tokens = BLOCK
+            cache.group = 0  # all have the same block tables
+        return caches
 
     def _run_target(self, batch: ForwardBatch) -> ForwardOutput:
         reader = self.head.make_reader()
@@ -58,8 +68,8 @@ class Runner:
         features = reader.features if reader else None
         return ForwardOutput(hidden, self.network.logits(hidden), features=features)
 
-    def _run_head(self, batch: ForwardBatch) -> ForwardOutput:
-        hidden = self.head.forward_layers(self._features[: len(batch.token_ids)], batch, self._head_caches)
+    def _run_head(self, step: int, batch: ForwardBatch) -> ForwardOutput:
+        hidden = self.head.forward_step(step, self._features[: len(batch.token_ids)], batch, self._head_caches)
         return ForwardOutput(hidden, self.head.logits(hidden))
 
     def _batch(self, start: int, tokens: list[int]) -> ForwardBatch:
@@ -76,11 +86,11 @@ class Runner:
             output = self._forward(self._batch(start, tokens))
         return self._values(output.hidden if output.features is None else output.features)
 
-    def draft(self, start: int, tokens: list[int], features: Tensor) -> ForwardOutput:
+    def draft(self, start: int, tokens: list[int], features: Tensor, step: int = 0) -> ForwardOutput:
         """One pass of the head."""
         self.kernels.write(self._features[: len(tokens)], features.numpy())
         with self.kernels.mode():
-            output = self._draft(self._batch(start, tokens))
+            output = self._draft[step](self._batch(start, tokens))
         return ForwardOutput(self._values(output.hidden), self._values(output.logits))
 
 
@@ -124,7 +134,7 @@ def test_a_head_computes_what_the_reference_does(name: str, target: tuple[Any, P
     expected = reference.features(TOKENS[:-1])
     outputs = reference.outputs(TOKENS[1:], expected)
     for kernels in _backends():
-        run = Runner(kernels, folder, tmp_path, method)
+        run = Runner.load(kernels, folder, tmp_path, method)
         features = torch.cat([run.features(0, TOKENS[:5]), run.features(5, TOKENS[5:-1])])
         torch.testing.assert_close(features.double(), expected, atol=2e-4, rtol=1e-4)
         parts = [run.draft(a, TOKENS[a + 1 : b + 1], features[a:b]) for a, b in ((0, 3), (3, 13), (13, 14))]
@@ -214,3 +224,20 @@ def test_pickles_are_not_read(target: tuple[Any, Path], tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(WeightError, match=r"pytorch_model\.bin but no safetensors"):
         read_head_config(tmp_path, "eagle", read_model_config(target[1]))
+
+
+def test_a_head_in_the_layout_of_speculators(target: tuple[Any, Path], tmp_path: Path) -> None:
+    """The layer's settings are nested, and tensors are called layers.0."""
+    head = eagle3(2, draft_vocab_size=40, norm_before_residual=True)
+    inner = {**head.config, "architectures": ["LlamaForCausalLM"]}
+    del inner["draft_vocab_size"], inner["norm_before_residual"]
+    own = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": 40, "norm_before_residual": True}
+    nested = {**own, "eagle_aux_hidden_state_layer_ids": None, "transformer_layer_config": inner}
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in head.tensors.items()}
+    config = read_model_config(target[1])
+    head.save(tmp_path / "plain")
+    Head(nested, tensors).save(tmp_path / "nested")
+    plain, found = (read_head_config(tmp_path / name, "eagle3", config) for name in ("plain", "nested"))
+    assert found == plain and found.norm_before_residual
+    with pytest.raises(UnsupportedModelError, match="norm_output"):
+        read_head_config(Head({**nested, "norm_output": True}, tensors).save(tmp_path / "new"), "eagle3", config)

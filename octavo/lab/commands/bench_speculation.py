@@ -59,7 +59,7 @@ def measure(arguments: Arguments, options: EngineConfig) -> Iterator[Speculation
     kept = {**defaults, **options.model_dump(exclude_unset=True)}
 
     def make(config: SpeculativeConfig | None) -> LLM:
-        return LLM(**{**kept, "speculative_config": config})
+        return LLM(**{**kept, "speculative_config": config or {"method": "none"}})
 
     return speculation.measure(make, configs, arguments.batches, output_len, arguments.rounds, options.seed)
 

@@ -1,0 +1,77 @@
+"""Finds the layers for multi-token prediction that a model's own checkpoint brings, and takes them as its drafter."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from octavo.config.engine_config import EngineConfig
+from octavo.config.options import MTP_TOKENS, ModelOptions, SpeculativeConfig
+from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
+from octavo.core.model_config import ModelConfig
+from octavo.loader.gguf_file import GGUFFile
+from octavo.loader.resolve import gguf_source
+from octavo.loader.weights import check_headers, read_headers
+from octavo.models.mtp import FORMATS, MTPConfig, count_modules, mtp_config
+from octavo.models.network import build_without_weights
+
+logger = logging.getLogger("octavo")
+
+
+def find_mtp(folder: Path, config: ModelConfig, options: ModelOptions) -> MTPConfig | None:
+    """The modules in the checkpoint of the model ``config``; only headers are read. None: it has none."""
+    if config.architecture not in FORMATS:
+        return None
+    if options.load_format == "dummy":
+        depth = max(1, getattr(config, "prediction_layers", 1))
+    elif (gguf := gguf_source(options.model, options.revision)) is not None:
+        file = GGUFFile(gguf)
+        named = file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
+        is_held = f"blk.{config.num_layers}.nextn.eh_proj.weight" in file.tensors
+        depth = named if isinstance(named, int) and is_held else 0
+    else:
+        try:
+            depth = count_modules(config, read_headers(folder))
+        except WeightError:  # no weights, or none that can be read: loading them says why
+            return None
+    return mtp_config(config, depth) if depth else None
+
+
+def require_mtp(folder: Path, config: ModelConfig, options: ModelOptions) -> MTPConfig:
+    """As ``find_mtp``; raises ConfigError if there are none."""
+    found = find_mtp(folder, config, options)
+    if found is None:
+        known = f"its checkpoint {folder} has none" if config.architecture in FORMATS else "this network reads none"
+        raise ConfigError(
+            f"speculative_config: method 'mtp' needs layers for multi-token prediction, but {config.architecture}: "
+            f"{known}; take method 'ngram' or 'suffix'"
+        )
+    return found
+
+
+def with_own_drafts(options: EngineConfig, config: ModelConfig, folder: Path, *, on_cpu: bool) -> EngineConfig:
+    """The options with ``speculative_config`` resolved: method mtp if none is named and the checkpoint has such layers.
+
+    Not where drafts would have to be of a fixed length (``external_launcher``), with pipeline stages, with random
+    weights, or beside recurrent states on kernels that have no drafts there.
+    """
+    named = options.speculative_config
+    if named is not None:
+        return options.model_copy(update={"speculative_config": None}) if named.method == "none" else options
+    if (
+        options.pipeline_parallel_size > 1
+        or options.distributed_executor_backend == "external_launcher"
+        or options.load_format == "dummy"
+        or (found := find_mtp(folder, config, options)) is None
+    ):
+        return options
+    specs = build_without_weights(config, "float32").kv_specs
+    if not on_cpu and options.kernels != "reference" and any(spec.kind == "state" for spec in specs):
+        return options
+    try:
+        check_headers(folder, found, gguf_source(options.model, options.revision))
+    except (WeightError, UnsupportedModelError) as e:
+        logger.warning("the checkpoint's layers for multi-token prediction are not used: %s", e)
+        return options
+    drafts = SpeculativeConfig(method="mtp", num_speculative_tokens=MTP_TOKENS)
+    return options.model_copy(update={"speculative_config": drafts})

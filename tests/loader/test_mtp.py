@@ -1,0 +1,82 @@
+"""Layers for multi-token prediction of a checkpoint: found, complete or not, in folders and GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octavo.config.engine_config import make_config
+from octavo.core.dtypes import DType
+from octavo.core.errors import ConfigError, WeightError
+from octavo.kernels.weight_rows import to_values
+from octavo.loader.gguf_file import GGUFCheckpoint
+from octavo.loader.mtp import find_mtp, require_mtp
+from octavo.loader.weights import check_headers, read_safetensors
+from octavo.models.checkpoint import Pairs
+from octavo.models.config_files import read_model_config
+from octavo.models.network import build_without_weights
+from tests.loader import test_gguf_architectures as files
+from tests.loader.conftest import write_folder
+from tests.models.mtp_models import save_mtp
+from tests.models.zoo import edit_config, rename_tensors
+
+
+def test_checkpoints_without_such_layers_or_with_some_of_their_tensors(tmp_path: Path) -> None:
+    save_mtp("deepseek", tmp_path)
+    config, options = read_model_config(tmp_path), make_config(model=str(tmp_path))
+    rename_tensors(tmp_path, lambda name: None if name.endswith("hnorm.weight") else name)
+    found = require_mtp(tmp_path, config, options)
+    with pytest.raises(WeightError, match=r"lacks the tensors? .*hnorm"):
+        check_headers(tmp_path, found)
+    rename_tensors(tmp_path, lambda name: None if "layers.3." in name else name)
+    assert find_mtp(tmp_path, config, options) is None
+    with pytest.raises(ConfigError, match="method 'mtp' needs layers"):
+        require_mtp(tmp_path, config, options)
+
+
+def _tensors(folder: Path, file: Path | None) -> dict[str, Any]:
+    """What the modules of a checkpoint are given."""
+    found = require_mtp(folder, read_model_config(folder), make_config(model=str(file or folder)))
+    check_headers(folder, found, file)
+    network = build_without_weights(found, "float32")
+    shapes = network.tensor_shapes()
+    pairs: Pairs = read_safetensors(folder) if file is None else []
+    if file is not None:
+        pairs = GGUFCheckpoint(file, found, shapes).read(shapes, network.entries(), DType.FLOAT32)
+    for entry in network.entries():
+        pairs = entry.apply(pairs, shapes)
+    tensors = {name: np.asarray(to_values(tensor), np.float32) for name, tensor in pairs}
+    assert tensors.keys() == shapes.keys()
+    return tensors
+
+
+def test_a_gguf_file_has_the_same_as_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch, name, settings = files.CASES["glm4moe"]
+    layers, width = settings["num_hidden_layers"], settings["hidden_size"]
+    longer = {**settings, "num_hidden_layers": layers + 1, "num_nextn_predict_layers": 1}
+    monkeypatch.setitem(files.CASES, "mtp", (arch, name, longer))
+    generator = np.random.default_rng(0)
+    parts = {"eh_proj": generator.random((width, 2 * width), np.float32)}
+    parts |= {part: generator.random(width, np.float32) for part in ("enorm", "hnorm", "shared_head.norm")}
+
+    def add(tensors: dict[str, np.ndarray]) -> None:
+        for part, values in parts.items():
+            tensors[f"blk.{layers}.nextn.{part.replace('.', '_')}.weight"] = values
+        tensors[f"blk.{layers}.nextn.embed_tokens.weight"] = tensors["token_embd.weight"]
+
+    model = files.write(tmp_path / "m.gguf", "mtp", edit=add)
+    model.save_pretrained(tmp_path / "hub")
+    edit_config(tmp_path / "hub", num_hidden_layers=layers)
+    file = tmp_path / "hub" / "model.safetensors"
+    own = {f"model.layers.{layers}.{part}.weight": torch.from_numpy(values) for part, values in parts.items()}
+    save_file({**load_file(file), **own}, file, metadata={"format": "pt"})
+    wanted = _tensors(tmp_path / "hub", None)
+    got = _tensors(write_folder(tmp_path / "m.gguf"), tmp_path / "m.gguf")
+    assert wanted.keys() == got.keys() and len(got) > 10
+    for key, value in wanted.items():
+        np.testing.assert_allclose(got[key], value, rtol=2e-7, atol=2e-7, err_msg=key)
