@@ -107,6 +107,8 @@ class StepPlan(msgspec.Struct):
     prepare: list[Preparation] = []
     #: (slot, key): prepared resources to put into a slot of their kind.
     place: list[tuple[int, str]] = []
+    #: Seconds for resources that are computed on the device, before the sequences; what is left goes on in later steps.
+    compute_seconds: float = 0.0
     #: Whether the step is empty until something is prepared, fetched or fails: it waits for that, or for some
     #: milliseconds.
     awaits_prepared: bool = False
@@ -202,6 +204,8 @@ class StepResult(msgspec.Struct):
     sampled_digest: bytes = b""
     #: Seconds of the step to fill slots and to wait for preparations.
     prepare_seconds: float = 0.0
+    #: Part of ``seconds``: computing resources (``StepPlan.compute_seconds``).
+    compute_seconds: float = 0.0
     #: Seconds of the step on the worker, and there inside kernels (0: not measured).
     seconds: float = 0.0
     kernel_seconds: float = 0.0

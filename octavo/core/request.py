@@ -740,6 +740,9 @@ class PreparationKind:
     option: str = ""
     #: Whether it counts in the statistics of adapters.
     is_adapter: bool = False
+    #: Whether workers compute it on the device, in steps (``StepPlan.compute_seconds``): it is given up when no request
+    #: waits for it any more.
+    is_computed: bool = False
 
 
 def adapter_preparation(ref: AdapterRef) -> Preparation:
@@ -785,6 +788,7 @@ KINDS: dict[str, PreparationKind] = {
         of=lambda request: [Preparation("image", i.key, i.payload, i.size) for i in request.images],
         limits=lambda options: Limits(host=getattr(options, "image_cache_bytes", DEFAULT_IMAGE_CACHE)),
         preparer="octavo.runner.images:ImagePreparer",
+        is_computed=True,
     ),
     "lora": PreparationKind(
         of=lambda request: _adapter_of(request, "lora"),

@@ -63,6 +63,7 @@ from octavo.models.config_files import read_model_config
 from octavo.models.network import build_without_weights, num_parameters
 from octavo.process.startup import StartupFacts
 from octavo.scheduler.groups import SequenceGroup
+from octavo.scheduler.image_time import ImageTime
 from octavo.scheduler.isolation import Isolation, describe
 from octavo.scheduler.policies import load_policy
 from octavo.scheduler.preparations import Preparations
@@ -556,10 +557,13 @@ class EngineCore(StepLoop):
     def _new_scheduler(self, executor: Executor, sizes: list[GroupBlocks], preparations: Preparations) -> Scheduler:
         options = self.options
         drafts = options.speculative_config
+        uses_clock = options.distributed_executor_backend != "external_launcher"
         # Predictions of requests need no option, but blocks of states have room for drafts with the option only.
         if drafts is None and all(size.state_tokens is None for size in sizes):
-            uses_clock = options.distributed_executor_backend != "external_launcher"
             drafts = SpeculativeConfig(method="prediction", adaptive=uses_clock)
+        images = None
+        if self.model_config.image_facts is not None:
+            images = ImageTime(options.image_step_ms / 1000, learns=uses_clock)
         scheduler = Scheduler(
             self.blocks,
             options,
@@ -568,6 +572,7 @@ class EngineCore(StepLoop):
             runs_ahead=_steps_in_flight(options) > 1,
             num_stages=executor.num_stages,
             preparations=preparations,
+            image_time=images,
         )
         if options.preemption_mode == "auto":  # the only mode that needs the cost of moving a block
             seconds = executor.measure_swap()

@@ -149,17 +149,25 @@ class WorkerReports:
         self._world_size = world_size
         #: By key of the resource and rank: an error, or None.
         self._reports: dict[str, dict[int, SequenceFailure | None]] = {}
+        #: By key of a resource: the last step that dropped it, and with it what earlier steps report.
+        self._dropped: dict[str, int] = {}
         #: By id of the fetch and rank: blocks and seconds.
         self._fetches: dict[int, dict[int, tuple[int, float]]] = {}
+
+    def submitted(self, plan: StepPlan) -> None:
+        """Called with each plan, before ``combine`` with its result."""
+        for key in plan.drop:
+            self._dropped[key] = plan.step
+            self._reports.pop(key, None)
 
     def combine(self, result: StepResult, others: Iterable[tuple[int, StepResult]], rank: int) -> None:
         """Adds the reports of ``others`` to those of worker ``rank``; ``result`` keeps what all report."""
         reports = [(rank, result), *others]
+        self._dropped = {key: step for key, step in self._dropped.items() if step > result.step}
         for reporter, report in reports:
-            for key in report.prepared:
-                self._reports.setdefault(key, {})[reporter] = None
-            for key, failure in report.prepare_errors.items():
-                self._reports.setdefault(key, {})[reporter] = failure
+            for key, failure in [*((key, None) for key in report.prepared), *report.prepare_errors.items()]:
+                if key not in self._dropped:
+                    self._reports.setdefault(key, {})[reporter] = failure
         result.prepared, result.prepare_errors = [], {}
         for key in [key for key, of_workers in self._reports.items() if len(of_workers) == self._world_size]:
             of_workers = self._reports.pop(key)

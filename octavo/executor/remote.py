@@ -116,6 +116,7 @@ class RemoteExecutor(Executor):
 
     def submit(self, plan: StepPlan) -> PendingStep:
         sampled, self._sampled = self._sampled, {}
+        self._reports.submitted(plan)
         number = self._send(self._encoder.encode(StepMessage(plan, sampled)))
         return SubmittedStep(partial(self.receive_step, number))
 

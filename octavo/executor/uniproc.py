@@ -121,7 +121,9 @@ class ExternalLauncherExecutor(UniprocExecutor):
         worker = self._alive()
         self._compare(plan)
         if worker.layout.world_size > 1:
+            self._preparing.difference_update(plan.drop)
             self._preparing.update(preparation.key for preparation in plan.prepare)
+            self._reports.submitted(plan)
         try:
             return SubmittedStep(partial(self._receive, worker.runner.submit(plan)))
         except Exception as e:
@@ -133,7 +135,7 @@ class ExternalLauncherExecutor(UniprocExecutor):
     def _receive(self, step: PendingStep) -> StepResult:
         result = step.wait()
         # The scheduler learns costs from measured times, which differ between ranks.
-        result.seconds = result.swap_seconds = 0.0
+        result.seconds = result.swap_seconds = result.compute_seconds = 0.0
         result.swaps = []
         self._check.add(result)
         if self._preparing:

@@ -145,7 +145,7 @@ class LoadedModel:
         preparers = make_preparers(
             PreparerContext(options, config, folder, self.context, self.network, samples, self.device)
         )
-        self.preparations = WorkerPreparations(preparers, options.image_step_ms / 1000)
+        self.preparations = WorkerPreparations(preparers)
         self.grammars = cast(GrammarPreparer, preparers["grammar"])
         self.encoder_inputs = cast(EncoderInputPreparer, preparers["encoder_input"])
         self.images = cast(ImagePreparer, preparers["image"])

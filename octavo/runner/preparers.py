@@ -115,9 +115,8 @@ class Preparer(ABC):
 class WorkerPreparations:
     """Prepares, keeps, places and drops resources as plans say."""
 
-    def __init__(self, preparers: Mapping[str, Preparer], seconds: float) -> None:
-        """``seconds``: limit for ``compute`` in a step with other work."""
-        self._preparers, self._seconds = preparers, seconds
+    def __init__(self, preparers: Mapping[str, Preparer]) -> None:
+        self._preparers = preparers
         #: By key of the resource.
         self._kept: dict[str, Preparer] = {}
         self._preparing: dict[str, tuple[Preparer, bytes, Future[Any]]] = {}
@@ -159,7 +158,7 @@ class WorkerPreparations:
                 failure = result.prepare_errors.get(key)
                 raise RuntimeError(f"{key} is not prepared: {failure.text if failure else 'it was not asked for'}")
             self._kept[key].place(slot, key)
-        self._compute(result, _WAIT if plan.awaits_prepared else self._seconds)
+        self._compute(result, _WAIT if plan.awaits_prepared else plan.compute_seconds)
         is_idle = plan.awaits_prepared and not self._computing
         if is_idle and (self._preparing or fetches) and not (result.prepared or result.prepare_errors):
             wait([*(future for _, _, future in self._preparing.values()), *fetches], _WAIT, FIRST_COMPLETED)
@@ -169,8 +168,10 @@ class WorkerPreparations:
             result.prepare_seconds += time.perf_counter() - start
 
     def _compute(self, result: StepResult, seconds: float) -> None:
-        end = time.perf_counter() + seconds
-        while self._computing and (left := end - time.perf_counter()) > 0:
+        if not self._computing:
+            return
+        start = time.perf_counter()
+        while self._computing and (left := start + seconds - time.perf_counter()) > 0:
             key, (preparer, payload) = next(iter(self._computing.items()))
             try:
                 done = preparer.compute(left)
@@ -183,6 +184,7 @@ class WorkerPreparations:
                 del self._computing[done]
                 self._kept[done] = preparer
                 result.prepared.append(done)
+        result.compute_seconds = time.perf_counter() - start
 
     def _receive(self, key: str, result: StepResult) -> None:
         """Waits for ``prepare``, and takes its resource or its error."""

@@ -54,6 +54,8 @@ class Prepared:
     pinned: bool = False
     #: Number of the last admission or end of a group, or of its preparation.
     last_used: int = 0
+    #: The step with which workers begin it, 0 before; earlier results may report that it was prepared before.
+    first_step: int = 0
 
     @property
     def key(self) -> str:
@@ -127,6 +129,7 @@ class Preparations:
             stats = self._stats if KINDS[kind].is_adapter else AdapterStats()
             self.pools[kind] = PreparationPool(kind, limit, stats)
         self._adapter_pools = [pool for kind, pool in self.pools.items() if KINDS[kind].is_adapter]
+        self._computed_pools = [pool for kind, pool in self.pools.items() if KINDS[kind].is_computed]
         #: Those that are waited for, used, pinned or in memory.
         self.by_key: dict[str, Prepared] = {}
         self._pinned: dict[str, Prepared] = {}
@@ -172,7 +175,11 @@ class Preparations:
     def remove_waiting(self, group: SequenceGroup) -> None:
         for prepared in self.needs(group):
             del prepared.waiting[group.group_id]
-            if not prepared.waiting:
+            if prepared.waiting:
+                continue
+            if prepared.is_preparing and not prepared.in_use and KINDS[prepared.pool.kind].is_computed:
+                self._cancel(prepared)
+            else:
                 self._classify(prepared)
 
     def acquire(self, group: SequenceGroup) -> None:
@@ -287,6 +294,14 @@ class Preparations:
         self._prepare.append(prepared.preparation)
         self._set_state(prepared, PreparationState.PREPARING)
 
+    def _cancel(self, prepared: Prepared) -> None:
+        prepared.pool.num_preparing -= 1
+        prepared.pool.held -= prepared.preparation.size
+        self._prepare = [preparation for preparation in self._prepare if preparation.key != prepared.key]
+        if prepared.first_step:  # else no worker knows of it
+            self._drop.append(prepared.key)
+        self._set_state(prepared, PreparationState.WANTED)
+
     def _drop_prepared(self, prepared: Prepared) -> None:
         pool = prepared.pool
         assert prepared.state in _IN_MEMORY and not prepared.in_use
@@ -354,9 +369,16 @@ class Preparations:
     def num_preparing(self) -> int:
         return sum(pool.num_preparing for pool in self.pools.values())
 
+    @property
+    def num_computing(self) -> int:
+        """Of kinds that workers compute in steps."""
+        return sum(pool.num_preparing for pool in self._computed_pools)
+
     def add_to(self, plan: StepPlan) -> None:
         if self._drop or self._prepare or self._place:
             plan.drop, plan.prepare = self._drop, self._prepare
+            for preparation in self._prepare:
+                self.by_key[preparation.key].first_step = plan.step
             plan.place = [(slot, key) for (_, slot), key in self._place.items()]
             self._drop, self._prepare, self._place = [], [], {}
 
@@ -381,22 +403,22 @@ class Preparations:
             stats.seconds += result.prepare_seconds
             stats.longest_seconds = max(stats.longest_seconds, result.prepare_seconds)
         for key in result.prepared:
-            if (prepared := self._end_preparing(key)) is not None:
+            if (prepared := self._end_preparing(key, plan)) is not None:
                 prepared.last_used = next(self._uses)
                 needs_slot = prepared.pool.limits.slots is not None
                 self._set_state(prepared, PreparationState.PREPARED if needs_slot else PreparationState.READY)
         for key, failure in result.prepare_errors.items():
-            if (prepared := self._end_preparing(key)) is not None:
+            if (prepared := self._end_preparing(key, plan)) is not None:
                 groups = self._fail(prepared)
                 if groups and failure.kind == ADAPTER:
                     logger.warning("an adapter could not be loaded: %s", failure.text)
                 failed += [(group, failure) for group in groups]
         return failed
 
-    def _end_preparing(self, key: str) -> Prepared | None:
+    def _end_preparing(self, key: str, plan: StepPlan) -> Prepared | None:
         prepared = self.by_key.get(key)
-        if prepared is None or not prepared.is_preparing:  # reported before
-            return None
+        if prepared is None or not prepared.is_preparing or plan.step < prepared.first_step:
+            return None  # reported before, or cancelled
         prepared.pool.num_preparing -= 1
         return prepared
 

@@ -445,7 +445,7 @@ class Drafting:
             passing, passes = result.draft_seconds - catching_up, max(proposed, default=0)
             lengths.observe_drafting(len(proposed), passes, passing, result.draft_catch_up_tokens, catching_up)
         num_seqs = len(step.decodes) + len(step.drafted)
-        seconds = result.seconds - result.swap_seconds - result.draft_seconds
+        seconds = result.seconds - result.swap_seconds - result.draft_seconds - result.compute_seconds
         if step.prefills:
             lengths.observe_prompts(step.num_prompt_tokens + num_seqs + num_drafts, seconds)
         elif num_seqs:

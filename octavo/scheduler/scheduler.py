@@ -16,6 +16,7 @@ from octavo.scheduler.admission import Admission, Displacement
 from octavo.scheduler.concurrency import ConcurrencyLimit
 from octavo.scheduler.fetches import Fetches
 from octavo.scheduler.groups import SequenceGroup, suspend
+from octavo.scheduler.image_time import ImageTime
 from octavo.scheduler.preparations import Preparations
 from octavo.scheduler.running import Drafting, MoveCost, Preemption, Running
 from octavo.scheduler.state import SchedulingState
@@ -49,6 +50,7 @@ class Scheduler:
         runs_ahead: bool = False,
         num_stages: int = 1,
         preparations: Preparations | None = None,
+        image_time: ImageTime | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts without a group.
@@ -59,12 +61,14 @@ class Scheduler:
             num_stages: Pipeline stages. With several, the running sequences are divided among as many steps, and a
                 sequence is in one step at a time: its sampled token comes back with the result.
             preparations: A request that needs any other preparation ends as ignored.
+            image_time: Of models that see images.
         """
         if blocks.can_allocate(blocks.demand(blocks.blocks_for(max_model_len))) is AllocStatus.NEVER:
             raise ValueError(f"max_model_len {max_model_len} does not fit {blocks.num_blocks} blocks")
         self.blocks = blocks
         self.options = options
         self.preparations = preparations or Preparations()
+        self._image_time = image_time
         self._speculator, self._stats = speculator, SchedulerStats()
         self._num_stages, self._clock = num_stages, clock
         self.max_model_len, self._runs_ahead = max_model_len, runs_ahead
@@ -94,6 +98,7 @@ class Scheduler:
             preparations=self.preparations,
             speculator=speculator,
             fetches=self.fetches,
+            image_time=self._image_time,
         )
         self._drafting: Drafting | None = None
         if speculator is not None:
@@ -150,6 +155,8 @@ class Scheduler:
         plan = self._last_plan = make_plan(self.queues, step, self._stats.steps)
         self.preparations.begin(step.now)
         self.preparations.add_to(plan)
+        if self._image_time is not None and self.preparations.num_computing:
+            plan.compute_seconds = self._image_time.for_features(step)
         num_awaited = self.preparations.num_preparing
         if self.fetches is not None:
             self.fetches.add_to(plan)
@@ -247,8 +254,10 @@ class Scheduler:
         for num_bytes, seconds in result.swaps:
             cost.observe_move(num_bytes, seconds)
         if step.num_prompt_tokens > 4 * len(step.decodes) and result.seconds:
-            computing = result.seconds - result.swap_seconds - result.draft_seconds
+            computing = result.seconds - result.swap_seconds - result.draft_seconds - result.compute_seconds
             cost.observe_prefill(step.num_prompt_tokens + len(step.decodes), computing)
+        if self._image_time is not None:
+            self._image_time.observe(step, result)
         if self.concurrency is not None:
             self._observe_concurrency(self.concurrency, step, result)
         outputs = self.unreported = EngineCoreOutputs()
@@ -267,7 +276,7 @@ class Scheduler:
 
     def _observe_concurrency(self, concurrency: ConcurrencyLimit, step: Step, result: StepResult) -> None:
         num_seqs = (len(step.decodes) + len(step.drafted)) * self._num_stages
-        only_decodes = not (step.prefills or step.extended or result.swap_seconds)
+        only_decodes = not (step.prefills or step.extended or result.swap_seconds or result.compute_seconds)
         concurrency.observe(num_seqs, result.seconds if only_decodes else None)
         if step.lost_tokens or result.swap_seconds:
             per_token = self._cost.seconds_per_token or 0.0

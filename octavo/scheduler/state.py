@@ -13,6 +13,7 @@ from octavo.core.request import EngineCoreRequest, SequenceStatus
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.fetches import Fetches
 from octavo.scheduler.groups import CrossContext, Sequence, SequenceGroup, resume
+from octavo.scheduler.image_time import ImageTime
 from octavo.scheduler.policies import FirstComeFirstServed, GuardedPolicy, load_policy
 from octavo.scheduler.preparations import Preparations, PreparationState, Prepared
 from octavo.scheduler.queue import GroupQueue
@@ -36,8 +37,10 @@ class SchedulingState:
         preparations: Preparations | None = None,
         speculator: Speculator | None = None,
         fetches: Fetches | None = None,
+        image_time: ImageTime | None = None,
     ) -> None:
         self.blocks = blocks
+        self.image_time = image_time
         self.preparations = preparations = preparations or Preparations()
         self._speculator, self._fetches = speculator, fetches
         self.policy = load_policy(options.scheduling_policy, options)

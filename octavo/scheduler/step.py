@@ -146,8 +146,14 @@ class Step(msgspec.Struct, eq=False):
 
 
 def prompt_limit(queues: SchedulingState, group: SequenceGroup, step: Step) -> int | None:
-    """``Policy.prompt_limit`` beside the prompts of a step."""
-    return queues.policy.prompt_limit(group, step.prompts) if queues.policy.limits_prompts else None
+    """The most tokens of a prompt beside the prompts of a step: by the policy, and by ``ImageTime`` beside decodes."""
+    limit = queues.policy.prompt_limit(group, step.prompts) if queues.policy.limits_prompts else None
+    images = queues.image_time
+    if images is not None and group.request.features and len(queues.running) > len(queues.prefilling):
+        most = images.most_tokens(group, step, computes=queues.preparations.num_computing > 0)
+        if most is not None:
+            limit = most if limit is None else min(limit, most)
+    return limit
 
 
 def prompt_chunks(
@@ -155,8 +161,8 @@ def prompt_chunks(
 ) -> Chunks:
     """The chunks that a prefilling group computes within a budget of tokens and the room behind its windows.
 
-    ``limit``: the policy's, above 0, for prompts that may be cut. A prompt that must be computed whole and exceeds the
-    budget of every step has a step of its own.
+    ``limit``: of ``prompt_limit``, above 0; for prompts that may be cut. A prompt that must be computed whole and
+    exceeds the budget of every step has a step of its own.
     """
     held_back = 1 if len(group.seqs) > 1 else 0  # the last token of each: a group samples together
     # Prompts are computed whole without chunked prefill, and by ``prefill_first``: there not after preemption, as with

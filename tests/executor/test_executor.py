@@ -210,3 +210,21 @@ def test_a_fetch_ends_with_its_slowest_worker_and_has_what_all_have() -> None:
     late = combine(*(StepResult(3, fetched={3: n}, fetch_times=[(n, 1.0 + n)]) for n in (8, 9, 2)))
     assert (late.fetched, late.fetch_times) == ({3: 2}, [(2, 10.0)])
     assert not reports._fetches, "reports of dropped fetches are forgotten"
+
+
+def test_reports_of_a_dropped_resource_do_not_count() -> None:
+    """Worker 0 has prepared "a" before the drop of step 2, worker 1 has not; then both prepare it again."""
+    reports = WorkerReports(2)
+    reports.submitted(StepPlan(1))
+    early = StepResult(1, prepared=["a"])
+    reports.combine(early, [], 0)
+    reports.submitted(StepPlan(2))
+    reports.submitted(StepPlan(3, drop=["a"]))
+    late = StepResult(2)
+    reports.combine(late, [(1, StepResult(2, prepared=["a"]))], 0)
+    assert not early.prepared and not late.prepared
+    half, whole = StepResult(3), StepResult(4, prepared=["a"])
+    reports.combine(half, [(1, StepResult(3, prepared=["a"]))], 0)
+    reports.combine(whole, [], 0)
+    assert not half.prepared and whole.prepared == ["a"]
+    assert not reports._dropped and not reports._reports

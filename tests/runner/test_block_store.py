@@ -66,7 +66,7 @@ class Engine:
         self.steps += 1
         plan, result = StepPlan(step=self.steps, **fields), StepResult(self.steps)
         self.store.begin(plan.fetch)
-        WorkerPreparations({}, 0.0).apply(plan, result, self.store.pending)
+        WorkerPreparations({}).apply(plan, result, self.store.pending)
         self.store.report(plan, result)
         self.cache.move(plan)
         result.not_stored = self.store.take_refused()

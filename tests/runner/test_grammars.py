@@ -31,7 +31,7 @@ class Store:
         none: Any = None
         context = PreparerContext(config, read_model_config(folder), folder, none, none, samples, none)
         self.preparer = GrammarPreparer(context)
-        self.preparations = WorkerPreparations({"grammar": self.preparer}, 0.05)
+        self.preparations = WorkerPreparations({"grammar": self.preparer})
         self.find = self.preparer.find_for
 
 

@@ -93,7 +93,10 @@ class FakePreparations:
     def apply(self, plan: StepPlan, *, fetches: bool = False) -> None:
         """Drops, begins, and places; waits if the plan says so. ``fetches``: whether blocks are fetched, too."""
         for key in plan.drop:
-            assert key in self.prepared or key in self.failed or self.may_repeat, f"{key} is dropped, but is not there"
+            cancelled = self.preparing.pop(key, None) is not None
+            self._steps = 0 if cancelled and not self.preparing else self._steps
+            known = cancelled or key in self.prepared or key in self.failed
+            assert known or self.may_repeat, f"{key} is dropped, but is not there"
             self.failed.discard(key)
             self.prepared.pop(key, None)
             self.slots = {slot: k for slot, k in self.slots.items() if k != key}

@@ -40,6 +40,7 @@ from octavo.memory.checkpoints import Checkpoint
 from octavo.memory.kv_group import KVGroup
 from octavo.memory.prefix_cache import ContentIndex, positions
 from octavo.scheduler.groups import BeamSearch, Candidates, Sequence, SequenceGroup
+from octavo.scheduler.image_time import ImageTime
 from octavo.scheduler.isolation import PROBE
 from octavo.scheduler.preparations import Preparations, PreparationState
 from octavo.scheduler.scheduler import Scheduler
@@ -701,6 +702,7 @@ class Engine:
         adaptive: bool = False,
         preparations: FakePreparations | None = None,
         stores: FakeStores | None = None,
+        image_time: ImageTime | None = None,
     ) -> None:
         """``stores``: those of ``blocks``, if it has limits of them."""
         preparations = preparations or FakePreparations()
@@ -714,6 +716,7 @@ class Engine:
             speculator=Speculator(drafter, 5, adaptive=adaptive) if drafter is not None else None,
             runs_ahead=max_in_flight > 1,
             preparations=Preparations(preparations.limits),
+            image_time=image_time,
             clock=lambda: self.now,
         )
         self.worker = FakeWorker(blocks, options, max_model_len, preparations)

@@ -26,6 +26,7 @@ from octavo.core.request import (
 from octavo.core.sampling_params import BeamSearchParams, SamplingParams
 from octavo.memory.block_manager import BlockManager
 from octavo.scheduler.groups import Sequence, SequenceGroup
+from octavo.scheduler.image_time import ImageTime
 from octavo.scheduler.policies import POLICIES, Policy
 from octavo.scheduler.preparations import PreparationState
 from octavo.speculation.drafter import DraftedSequence, Drafter
@@ -207,6 +208,7 @@ class Run:
             preparations=FakePreparations(limits_for(adapters), self.adapter_rng.choice([0, 0, 1, 3])),
             drafter=Guessing(case.seed) if case.drafts else None,
             stores=stores,
+            image_time=ImageTime(random.Random(case.seed + 7).choice([0.0, 0.003, 0.05])),
         )
         watch_displacement(self.engine.scheduler)
         #: Adapters that requests name, and those of them whose loads fail now.

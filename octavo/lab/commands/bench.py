@@ -18,6 +18,7 @@ from octavo.lab.commands import (
     bench_chaos,
     bench_failover,
     bench_grammar,
+    bench_images,
     bench_kernels,
     bench_policies,
     bench_serve,
@@ -43,11 +44,18 @@ KINDS = (
     "grammar",
     "allocators",
     "policies",
+    "images",
     "serve",
     "chaos",
 )
 #: Kinds with a parser of their own.
-OWN_PARSERS = {"allocators": bench_allocators, "policies": bench_policies, "serve": bench_serve, "chaos": bench_chaos}
+OWN_PARSERS = {
+    "allocators": bench_allocators,
+    "policies": bench_policies,
+    "images": bench_images,
+    "serve": bench_serve,
+    "chaos": bench_chaos,
+}
 
 EXAMPLE = """\
 examples:
@@ -66,6 +74,7 @@ examples:
   octavo bench grammar smollm2-135m --batches 1,64
   octavo bench allocators smollm2-135m --cases short,long
   octavo bench policies smollm2-135m --places process,simulated
+  octavo bench images
   octavo bench serve --model smollm2-135m --concurrency 16
   octavo bench chaos smollm2-135m --duration 60
 
@@ -92,6 +101,7 @@ grammar    structured output: time of masks for ten schemas of growing size, thr
            and --rounds count
 allocators paged against contiguous KV caches: octavo bench allocators --help
 policies   scheduling policies on scenarios, in process, on a server, simulated: octavo bench policies --help
+images     gaps between tokens of text streams, alone and beside requests with images: octavo bench images --help
 serve      latency and throughput of a server over HTTP; its options: octavo bench serve --help
 chaos      whether answers stay the same while processes of a server are killed: octavo bench chaos --help
 """
