@@ -39,7 +39,15 @@ class EncoderFacts:
 class ImageFacts:
     #: The ``ImageProcessor`` (``octavo/images/``).
     family: Literal[
-        "llava", "idefics3", "gemma3", "gemma4", "internvl", "lfm2_vl", "llava_next", "pixtral", "qwen2_5_vl",
+        "llava",
+        "idefics3",
+        "gemma3",
+        "gemma4",
+        "internvl",
+        "lfm2_vl",
+        "llava_next",
+        "pixtral",
+        "qwen2_5_vl",
         "qwen3_vl",
     ]
     token_id: int
