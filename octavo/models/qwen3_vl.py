@@ -15,6 +15,7 @@ import numpy as np
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ImageFacts, ModelConfig
 from octavo.core.request import ImageInput
+from octavo.images.processors import read_settings
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Array, AttentionSpec, LayerCache
 from octavo.kernels.weight_rows import to_values
@@ -322,9 +323,20 @@ class Qwen3VLMoeForConditionalGeneration(MixtureForCausalLM):
         return Qwen3VLMoeConfig(**(fields | changes | _vision_fields(reader, text, has_deep_layers=True)))
 
 
+def _reads_images(reader: ConfigReader) -> bool:
+    """Whether there is a tower, and the image processor's file; checkpoints that were tuned on texts may lack both."""
+    if not reader.table("vision_config"):
+        return False
+    try:
+        read_settings(reader.file.parent, {})
+    except ConfigError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Qwen35Config(Qwen3NextConfig):
-    #: None: config.json has no tower, and the network reads texts alone.
+    #: None: the network reads texts alone.
     vision: Qwen3VisionConfig | None
 
 
@@ -342,7 +354,7 @@ class Qwen35ForConditionalGeneration(Qwen3NextForCausalLM):
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         text = super().read_config(architecture, reader)
-        if not reader.table("vision_config"):
+        if not _reads_images(reader):
             return Qwen35Config(vision=None, **fields_of(text))
         reader = reader.with_defaults(image_token_id=248056, video_token_id=248057)
         _, sections = without_sections(replace(reader, raw=reader.table("text_config")), (11, 11, 10))
