@@ -851,8 +851,9 @@ class ImageOptions(OptionPart):
         BeforeValidator(lambda value: read_mapping(value, '{"image": 4}') or None),
     ] = Field(
         None,
-        description='Maximum images of a prompt, as JSON: {"image": 4}; 0: none. Default: as many as fit into the '
-        "context and image_cache_bytes. Video and audio are accepted for vLLM's scripts, and never taken.",
+        description='Maximum images of a prompt, as JSON: {"image": 4}; 0: none, and the image tower is not loaded. '
+        "Default: as many as fit into the context and image_cache_bytes. Video and audio are accepted for vLLM's "
+        "scripts, and never taken.",
     )
     image_cache_bytes: ByteSize = Field(
         ByteSize(DEFAULT_IMAGE_CACHE), ge=1 << 20,

@@ -6,7 +6,7 @@ layers become features, too, which are added in the first layers of the decoder 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ import numpy as np
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ImageFacts, ModelConfig
 from octavo.core.request import ImageInput
+from octavo.images.processors import read_settings
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Array, AttentionSpec, LayerCache
 from octavo.kernels.weight_rows import to_values
@@ -121,20 +122,19 @@ class InterpolatedPositions(Layer):
     def place(self, shard: str, tensor: np.ndarray) -> None:
         self._table = to_values(tensor).astype(np.float32).reshape(self._side, self._side, self._width)
 
-    def of_grid(self, lines: int, columns: int) -> np.ndarray:
-        """The vectors of a grid, float32 [lines, columns, E]: bilinear, and in the corners those of the corners."""
-        first, last, share = self._between(lines)
-        rows = self._table[first] * (1 - share) + self._table[last] * share
-        first, last, share = self._between(columns)
-        places: np.ndarray = rows[:, first] * (1 - share)[:, 0] + rows[:, last] * share[:, 0]
-        return places
+    def lines(self, lines: int, columns: int) -> Iterator[np.ndarray]:
+        """The vectors of each line of a grid, float32 [columns, E]: bilinear, with corners on the table's corners."""
+        left, right, part = self._between(columns)
+        for above, below, share in zip(*self._between(lines), strict=True):
+            line = self._table[above] * (1 - share) + self._table[below] * share
+            yield line[left] * (1 - part) + line[right] * part
 
     def _between(self, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For ``count`` places along a side, the learned ones around each, and the share [count, 1, 1] of the later."""
+        """For ``count`` places along a side, the learned ones around each, and the share [count, 1] of the later."""
         scale = np.float32(max(count - 1, 1))
         place = (np.arange(count, dtype=np.float32) * np.float32(self._side - 1)) / scale
         first = np.floor(place)
-        share = (place - first)[:, None, None]
+        share = (place - first)[:, None]
         first = first.astype(np.int64)
         return first, np.minimum(first + 1, self._side - 1), share
 
@@ -193,15 +193,16 @@ class Qwen3Tower(Tower):
         check_sides(image, self.config)
         config, size, merge = self.config, self.config.patch_size, self.config.merge
         lines, columns = image.height // size, image.width // size
-        line, column = places = np.stack(patch_places(lines, columns, merge))
-        vectors = self.positions.of_grid(lines, columns)[line, column]
-        count = lines * columns
+        count, width = lines * columns, self.row_width - config.hidden_size
+        places, features = np.stack(patch_places(lines, columns, merge)), np.arange(0, count, merge**2, dtype=np.int64)
         inputs = []
         for pixels in image.array():
+            rows = np.empty((count, self.row_width), np.float32)
             patches = patch_rows(config.normalisation.rows(pixels), size, merge).reshape(count, 3, 1, size**2)
-            frames = np.broadcast_to(patches, (count, 3, config.frames, size**2)).reshape(count, -1)
-            rows = np.concatenate((frames, vectors), axis=1)
-            features = np.arange(0, count, merge**2, dtype=np.int64)
+            rows[:, :width].reshape(count, 3, config.frames, size**2)[:] = patches
+            squares = rows.reshape(lines // merge, columns // merge, merge, merge, -1)[..., width:]
+            for i, line in enumerate(self.positions.lines(lines, columns)):
+                squares[i // merge, :, i % merge] = line.reshape(columns // merge, merge, -1)
             inputs.append(TowerInput(rows, np.arange(count), features, (count,), places))
         return inputs
 
@@ -322,9 +323,20 @@ class Qwen3VLMoeForConditionalGeneration(MixtureForCausalLM):
         return Qwen3VLMoeConfig(**(fields | changes | _vision_fields(reader, text, has_deep_layers=True)))
 
 
+def _reads_images(reader: ConfigReader) -> bool:
+    """Whether there is a tower, and the image processor's file; checkpoints that were tuned on texts may lack both."""
+    if not reader.table("vision_config"):
+        return False
+    try:
+        read_settings(reader.file.parent, {})
+    except ConfigError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class Qwen35Config(Qwen3NextConfig):
-    #: None: config.json has no tower, and the network reads texts alone.
+    #: None: the network reads texts alone.
     vision: Qwen3VisionConfig | None
 
 
@@ -342,7 +354,7 @@ class Qwen35ForConditionalGeneration(Qwen3NextForCausalLM):
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         text = super().read_config(architecture, reader)
-        if not reader.table("vision_config"):
+        if not _reads_images(reader):
             return Qwen35Config(vision=None, **fields_of(text))
         reader = reader.with_defaults(image_token_id=248056, video_token_id=248057)
         _, sections = without_sections(replace(reader, raw=reader.table("text_config")), (11, 11, 10))

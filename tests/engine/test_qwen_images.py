@@ -182,6 +182,16 @@ def test_qwen3_is_equal_to_transformers(qwen3: tuple[Path, Any, list[RequestOutp
     check_against_transformers(*qwen3)
 
 
+def test_features_of_early_layers_count_in_the_cache(qwen3: tuple[Path, Any, list[RequestOutput]]) -> None:
+    folder, model, _ = qwen3
+    vectors = 1 + len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
+    prompts = load(folder).llm_engine.front_end.inputs.image_prompts
+    assert prompts is not None
+    _, features = prompts.expand([prompts.placeholder_id], PICTURES[:1])
+    [feature], [image] = features.features, features.images
+    assert (feature.length, image.size) == (35, 4 * 35 * vectors * 64)
+
+
 @pytest.mark.parametrize(
     "options",
     [

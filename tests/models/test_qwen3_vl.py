@@ -271,7 +271,7 @@ def test_the_published_mixture(tmp_path: Path) -> None:
 
 
 def test_qwen3_5_has_the_tower_without_deep_layers(tmp_path: Path) -> None:
-    """As Qwen3.5-4B; without a tower in config.json it reads texts."""
+    """As Qwen3.5-4B; without a tower in config.json or the file of the image processor it reads texts alone."""
     text = {
         **{"model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216},
         **{"num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256},
@@ -284,11 +284,15 @@ def test_qwen3_5_has_the_tower_without_deep_layers(tmp_path: Path) -> None:
     content = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 248056}
     vision = {name: value for name, value in VISION_4B.items() if name != "deepstack_visual_indexes"}
     (tmp_path / "config.json").write_text(json.dumps(content | {"text_config": text, "vision_config": vision}))
+    (tmp_path / "preprocessor_config.json").write_text("{}")
     config = read_model_config(tmp_path)
     assert isinstance(config, Qwen35Config) and config.vision is not None and config.vision.deep_layers == ()
     assert config.rope.sections == (1,) * 32 and config.rope.partial_rotary_factor == 0.25
     facts = config.image_facts
     assert facts is not None and facts.token_id == 248056 and facts.layers == ()
-    edit_config(tmp_path, vision_config=None)
+    (tmp_path / "preprocessor_config.json").unlink()
     plain = read_model_config(tmp_path)
     assert isinstance(plain, Qwen35Config) and plain.vision is None and plain.image_facts is None
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    edit_config(tmp_path, vision_config=None)
+    assert read_model_config(tmp_path) == plain
