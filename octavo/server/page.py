@@ -259,7 +259,7 @@ class EngineEvents:
 
     def _event(self, views: list[EngineView], *, whole: bool) -> EngineEvent:
         if whole:
-            change = partial(msgspec.structs.replace, changes=[], num_changes=0)
+            change = partial(msgspec.structs.replace, changes=[], num_changes=0, lives=[])
             views = [change(view, steps=[*self._steps[view.replica]]) for view in views]
         rows = [ReplicaRow(s.number, s.status, s.num_open, s.num_restarts) for s in self._llm.replica_states()]
         return EngineEvent(time.time(), rows, views, self._latencies(), whole)
