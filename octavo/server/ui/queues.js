@@ -1,7 +1,7 @@
 // The queues of the scheduler, and what has happened to groups and blocks, in words.
 
 import { html, useState } from "./dom.js";
-import { readGroup, readTiers } from "./recording.js";
+import { readGroup, readTiers } from "./records.js";
 import { nameOf, RequestName, shortOf } from "./request_names.js";
 
 const TITLES = { running: "Running", waiting: "Waiting", swapped: "Swapped out" };
