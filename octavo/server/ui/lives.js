@@ -104,6 +104,7 @@ export class Lives {
     // Another server behind the same address counts from the start again.
     if (life && life.end !== null && Math.abs(life.arrival - arrival) > SAME) life = undefined;
     if (!life) {
+      arrival = Math.min(arrival, view.at);
       life = new Life(group, view.replica, arrival);
       this.all.push(life);
       this.current.set(group, life);
@@ -189,6 +190,7 @@ export class Lives {
     life.blocks = row.status === "running" ? blocks : 0;
     life.mostBlocks = Math.max(life.mostBlocks, blocks);
     const { phase } = life;
+    if (row.status === "running" && life.phases.length === 1 && phase.why === undefined) phase.kind = "unseen";
     if (row.status === "running") {
       if (!isRunning(phase)) life.enter(isComputed ? "decode" : "prompt", at, isComputed ? {} : { chunks: [] });
       else if (phase.kind === "prompt" && life.awaits === null && isComputed && !phase.chunks.at(-1)?.left) life.enter("decode", at);
@@ -242,7 +244,7 @@ export const phaseAt = (life, at) => life.phases.findLast((phase) => phase.from 
 
 /** What a life has cost up to a moment: seconds by kind of phase and by what it waited for, and tokens. */
 export function costsOf(life, at = Infinity) {
-  const seconds = { wait: 0, fetch: 0, load: 0, prompt: 0, decode: 0, recompute: 0, swap: 0, lost: 0 };
+  const seconds = { unseen: 0, wait: 0, fetch: 0, load: 0, prompt: 0, decode: 0, recompute: 0, swap: 0, lost: 0 };
   const waits = {};
   let chunks = 0;
   for (const phase of life.phases) {

@@ -10,7 +10,7 @@ const MOST_ROWS = 24;
 /** A strip is drawn in a box of this size, however wide it is. */
 const WIDE = 1000, HIGH = 24;
 /** By kind of phase: where in the box it lies, and its height. */
-const SHAPES = { wait: [11, 2], fetch: [9, 6], load: [9, 6], prompt: [3, 18], decode: [6, 12], recompute: [11, 2], swap: [8, 8], lost: [3, 18] };
+const SHAPES = { unseen: [11.5, 1], wait: [11, 2], fetch: [9, 6], load: [9, 6], prompt: [3, 18], decode: [6, 12], recompute: [11, 2], swap: [8, 8], lost: [3, 18] };
 const RANGES = { "10 s": 10, "30 s": 30, "2 min": 120, All: Infinity };
 
 const REASONS = { stop: "ended", length: "ended at its limit", abort: "aborted", error: "failed", ignored: "refused", "": "ended" };
@@ -31,7 +31,7 @@ function stateOf(life, at) {
   const phase = phaseAt(life, at);
   if (!phase) return REASONS[life.reason] ?? life.reason;
   if (phase.kind === "prompt") return phase.why === "recompute" || phase.why === "resume" ? "computing again" : "computing its prompt";
-  return { wait: waiting(phase.why), fetch: "fetching its prefix", load: waiting(phase.why), decode: "decoding", recompute: "preempted", swap: "swapped out", lost: "its core ended" }[phase.kind];
+  return { unseen: "not watched", wait: waiting(phase.why), fetch: "fetching its prefix", load: waiting(phase.why), decode: "decoding", recompute: "preempted", swap: "swapped out", lost: "its core ended" }[phase.kind];
 }
 
 /** One phase in words; `name(group)`: what a request is called. */
@@ -48,6 +48,7 @@ function wordsOf(phase, life, name) {
     case "decode": return phase.why === "swap" ? "Moved back from the host, decodes on" : "Decoded";
     case "recompute": return `Preempted ${other}${phase.amount ? `: ${count(phase.amount, "token")} to compute again` : ""}`;
     case "swap": return `Swapped out ${other}${phase.amount ? `: ${count(phase.amount, "block")} moved to the host` : ""}`;
+    case "unseen": return "Came before anybody watched";
     case "lost": return "Its engine core had ended";
     case "fetch": return "Fetched its prefix from the KV stores";
     default: return `Waited ${OBSTACLES[phase.why] ?? ""}${phase.resumed ? " at another core" : ""}`.replace(" at", phase.why ? " at" : " to be resumed at");
