@@ -37,7 +37,8 @@ function useEngine(mode, model) {
   }, [mode, model]);
   useEffect(() => {
     if (mode !== "recording") return;
-    request("/engine/recording").then((answer) => answer.text()).then((text) => setFile(Recording.read(text))).catch((error) => setState({ live: false, why: error.message }));
+    const { recording = "/engine/recording" } = document.querySelector('meta[name="octavo-mode"]').dataset;
+    request(recording).then((answer) => answer.text()).then((text) => setFile(Recording.read(text))).catch((error) => setState({ live: false, why: error.message }));
   }, [mode]);
   const hold = (held) => {
     if (!held) for (const event of pending.current ?? []) live.current.push(event);

@@ -93,6 +93,8 @@ export class Lives {
     this.current = new Map();
     this.now = 0;
     this.start = Infinity;
+    /** From the times of events to the engine's clock. */
+    this.offset = null;
   }
 
   find(group) {
@@ -122,9 +124,10 @@ export class Lives {
     life.enter("wait", at, { resumed: true });
   }
 
-  /** Takes an event's views; `rows`: the engine cores. */
   add(event) {
     for (const view of event.views) this.addView(view);
+    if (event.views.length) this.offset = this.now - event.time;
+    else if (this.offset !== null) this.now = Math.max(this.now, event.time + this.offset);
     for (const row of event.replicas) {
       if (row.status === "ready" || event.views.some((view) => view.replica === row.number)) continue;
       for (const life of this.all) if (life.end === null && life.replica === row.number && life.phase.kind !== "lost") life.enter("lost", life.seen);

@@ -76,7 +76,7 @@ function Strip({ life, from, to, cursor, name }) {
   const x = (at) => ((Math.min(Math.max(at, from), to) - from) / (to - from)) * WIDE;
   const shapes = [];
   for (const phase of life.phases) {
-    const end = phase.to ?? Math.max(life.seen, life.end ?? to);
+    const end = phase.to ?? to;
     if (end < from || phase.from > to) continue;
     const [y, height] = SHAPES[phase.kind];
     const left = x(phase.from);
