@@ -14,6 +14,7 @@ const ICONS = {
   chevron_right: "M9 6l6 6-6 6",
   close: "M6 6l12 12M18 6L6 18",
   code: "M8.5 7L3.5 12l5 5M15.5 7l5 5-5 5",
+  columns: "M4 5h7v14H4zM13 5h7v14h-7z",
   copy: "M9 9h10.5v10.5H9zM15 5.5V4.5H4.5V15h1",
   delete: "M4 7h16M9.5 7V4.5h5V7M6.5 7l.8 12.5h9.4L17.5 7M10.3 11v5M13.7 11v5",
   download: "M12 4v11M7 11l5 5 5-5M5 20h14",
@@ -56,6 +57,27 @@ export function CopyButton({ text, label = "Copy", small = true }) {
     setTimeout(() => setCopied(false), 1500);
   };
   return html`<${IconButton} icon=${copied ? "check" : "copy"} label=${copied ? "Copied" : label} small=${small} onClick=${copy} />`;
+}
+
+/** A button that deletes at its second press. */
+export function DeleteButton({ label, onDelete, disabled }) {
+  const [isAsked, setAsked] = useState(false);
+  if (!isAsked) return html`<${IconButton} icon="delete" label=${label} small=${true} disabled=${disabled} onClick=${() => setAsked(true)} />`;
+  const forget = () => setAsked(false);
+  return html`<button type="button" class="button small danger" ref=${(one) => one?.focus()} onClick=${() => (forget(), onDelete())} onBlur=${forget} onKeyDown=${(event) => event.key === "Escape" && forget()}>Delete?</button>`;
+}
+
+/** Whether a media query holds now. */
+export function useMedia(query) {
+  const [holds, setHolds] = useState(() => matchMedia(query).matches);
+  useEffect(() => {
+    const list = matchMedia(query);
+    const change = () => setHolds(list.matches);
+    change();
+    list.addEventListener("change", change);
+    return () => list.removeEventListener("change", change);
+  }, [query]);
+  return holds;
 }
 
 const FOCUSABLE = "a[href], button:not(:disabled), input:not(:disabled), select, textarea, summary, [tabindex='0']";
