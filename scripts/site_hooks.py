@@ -71,7 +71,9 @@ def _replays(recordings: Path) -> Iterator[tuple[str, bytes]]:
     """The server's page over each recording, and its files, by name."""
     for path in sorted(UI.rglob("*")):
         if path.is_file() and path.name != "index.html":
-            yield f"ui/{path.relative_to(UI).as_posix()}", path.read_bytes()
+            # Addresses at the root of a server are relative to the page here.
+            content = path.read_bytes().replace(b'"/ui/', b'"ui/').replace(b'href="/"', b'href="../index.html"')
+            yield f"ui/{path.relative_to(UI).as_posix()}", content
     page = (UI / "index.html").read_text("utf-8").replace('="/ui/', '="ui/')
     for path in sorted(recordings.glob("*.jsonl")):
         mode = f'content="recording" data-recording="../recordings/{path.name}"'

@@ -48,7 +48,14 @@ function useEngine(mode, model) {
   return { recording: file ?? live.current, isFile: Boolean(file), state, setFile, hold, missed: pending.current?.length ?? 0 };
 }
 
-export function Engine({ mode, models = [] }) {
+/** Where a recording is opened: at the step with most requests. */
+function busiest(steps) {
+  const load = ({ frame, running, waiting, swapped }) => (frame ? running + waiting + swapped : -1);
+  return steps.reduce((best, step, i) => (load(step) > load(steps[best]) ? i : best), 0);
+}
+
+/** `given`: the model that the page asks. */
+export function Engine({ mode, models = [], model: given }) {
   const [model, setModel] = useState("");
   const { recording, isFile, state, setFile, hold, missed } = useEngine(mode, model);
   const [wanted, setReplica] = useState(0);
@@ -61,10 +68,9 @@ export function Engine({ mode, models = [] }) {
   const index = at === null ? null : Math.min(at, steps.length - 1);
   const frame = index === null || index < 0 ? frames.at(-1) : steps[index].frame;
   const several = models.filter((one) => one.status);
-  const asked = model ? models.find((one) => one.id === model) : (several.find((one) => one.status?.value === "loaded") ?? models[0]);
+  const asked = model ? models.find((one) => one.id === model) : (several.find((one) => one.status?.value === "loaded") ?? given);
   useEffect(() => {
-    // A recording opens at its end, where its whole story is seen, and is gone through from there.
-    if (isFile) setAt(Math.max(0, recording.steps(replica).length - 1));
+    if (isFile) setAt(busiest(recording.steps(replica)));
   }, [isFile, recording]);
   useEffect(() => {
     if (!playing) return undefined;

@@ -51,7 +51,7 @@ function wordsOf(phase, life, name) {
     case "unseen": return "Came before anybody watched";
     case "lost": return "Its engine core had ended";
     case "fetch": return "Fetched its prefix from the KV stores";
-    default: return `Waited ${OBSTACLES[phase.why] ?? ""}${phase.resumed ? " at another core" : ""}`.replace(" at", phase.why ? " at" : " to be resumed at");
+    default: return `Waited ${OBSTACLES[phase.why] ?? (phase.resumed ? "to be resumed" : "")}${phase.resumed ? " at another core" : ""}`.trim();
   }
 }
 
@@ -110,7 +110,7 @@ export function Timeline({ lives, at, isFile, focus, chosen, line, numCores, emp
   const [most, setMost] = useState(MOST_ROWS);
   const list = useRef();
   const now = at ?? lives.now;
-  const last = isFile ? lives.now : Math.max(now, at === null ? now : lives.now);
+  const last = lives.now;
   const room = RANGES[range];
   const first = lives.start === Infinity ? now - 1 : lives.start;
   // Of a recording a range lies around the moment that is looked at.
@@ -180,7 +180,7 @@ export function LifeDetails({ life, lives, steps, onPick, onClose }) {
     ["Computed", prompt === null ? "–" : count(prompt + life.output, "token"), prompt === null ? "not recorded" : `${prompt.toLocaleString()} of prompts, ${life.output.toLocaleString()} of output`],
     ["Found", count(life.found, "token"), life.prompt ? `of ${count(life.prompt, "prompt token")}` : ""],
     ["Blocks × seconds", life.blockSeconds < 10 ? life.blockSeconds.toFixed(1) : Math.round(life.blockSeconds).toLocaleString(), `at most ${count(life.mostBlocks, "block")}`],
-    ["Waited", span(costs.waited), Object.entries(costs.waits).filter(([, s]) => s >= 0.0005).sort((a, b) => b[1] - a[1]).map(([why, s]) => `${span(s)} ${OBSTACLES[why] ?? "unseen"}`).join(", ")],
+    ["Waited", span(costs.waited), Object.entries(costs.waits).filter(([, s]) => s >= 0.0005).sort((a, b) => b[1] - a[1]).map(([why, s]) => `${span(s)} ${OBSTACLES[why] ?? "for a reason that was not seen"}`).join(", ")],
     ["Set back", span(costs.away), life.preemptions || life.resumes ? [life.preemptions && `preempted ${life.preemptions} ×, ${count(life.lost, "token")} again`, life.resumes && `resumed on another core`].filter(Boolean).join(", ") : "never"],
     ["Ran", span(costs.seconds.prompt + costs.seconds.decode), `${span(costs.seconds.prompt)} of prompts, ${span(costs.seconds.decode)} of decoding`],
   ];
