@@ -18,6 +18,7 @@ class _Life:
     group: SequenceGroup
     #: All that it has had, by index; of beams those at the time.
     seqs: dict[int, Sequence] = field(default_factory=dict)
+    has_run: bool = False
     # Totals at the last event:
     recomputed_tokens: int = 0
     swapped_blocks: int = 0
@@ -56,8 +57,9 @@ class LifeRecorder:
         life = self._lives.get(group.group_id)
         if life is None or life.group is not group:
             totals = group.totals
-            life = _Life(group, {}, totals.num_recomputed_tokens, totals.num_swapped_blocks)
-            life.seqs = {seq.index: seq for seq in group.seqs}
+            life = _Life(group, {seq.index: seq for seq in group.seqs})
+            life.has_run = group.status is not SequenceStatus.WAITING
+            life.recomputed_tokens, life.swapped_blocks = totals.num_recomputed_tokens, totals.num_swapped_blocks
             self._lives[group.group_id] = life
         return life
 
@@ -87,14 +89,12 @@ class LifeRecorder:
             self._events.append(LifeEvent("prompt", now, plan.step, seq.group.group_id, n, left))
 
     def _admitted(self, group: SequenceGroup, now: float, step: int, chunk: int) -> None:
-        is_known = group.group_id in self._lives
-        self._life(group)
-        why = ""
-        if group.totals.num_recomputes or group.totals.num_swaps:
-            is_swapped_in = not chunk and not group.prefilling
-            why = "swap" if is_swapped_in else "recompute"
-        if group.request.progress is not None and not is_known:
+        life, why = self._life(group), ""
+        if group.request.progress is not None and not life.has_run:
             why = "resume"
+        elif group.totals.num_recomputes or group.totals.num_swaps:
+            why = "recompute" if chunk or group.prefilling else "swap"
+        life.has_run = True
         found = max(0, group.num_computed - chunk)
         self._events.append(
             LifeEvent("admit", now, step, group.group_id, found, arrival=group.request.arrival_time, why=why)

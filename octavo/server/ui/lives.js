@@ -27,6 +27,8 @@ export const OBSTACLES = {
 };
 const kindOfWait = (why) => (why === "store" ? "fetch" : ["blocks", "sequences", "prompts", "step", ""].includes(why ?? "") ? "wait" : "load");
 
+const isRunning = (phase) => phase.kind === "prompt" || phase.kind === "decode";
+
 class Life {
   constructor(group, replica, arrival) {
     this.group = group;
@@ -48,8 +50,9 @@ class Life {
     this.preemptions = 0;
     this.lost = 0;
     this.resumes = 0;
-    /** When it was last seen in a view, and what its prompt awaits to be computed: a step. */
+    /** When it was last seen; until when its blocks are counted; and the step that its prompt awaits to be computed. */
     this.seen = arrival;
+    this.counted = arrival;
     this.awaits = null;
   }
 
@@ -57,18 +60,29 @@ class Life {
     return this.phases.at(-1);
   }
 
+  /** Counts the blocks that it has held since they were last counted; `blocks`: those of now. */
+  hold(at, blocks = this.blocks) {
+    if (isRunning(this.phase)) this.blockSeconds += ((this.blocks + blocks) / 2) * Math.max(0, at - this.counted);
+    this.counted = Math.max(at, this.counted);
+    this.blocks = blocks;
+    this.mostBlocks = Math.max(this.mostBlocks, blocks);
+  }
+
   enter(kind, at, more = {}) {
     const last = this.phase;
     at = Math.max(at, last.from);
+    this.hold(at);
     last.to = at;
     // One that took no time was only a guess.
     if (at === last.from && !last.chunks && this.phases.length > 1) this.phases.pop();
     this.phases.push({ kind, from: at, to: null, ...more });
     if (this.phases.length > MOST_PHASES) this.phases.splice(1, 1);
     this.awaits = null;
+    if (!isRunning(this.phase)) this.blocks = 0;
   }
 
   finish(at, reason) {
+    this.hold(at);
     this.phase.to = Math.max(at, this.phase.from);
     this.end = this.phase.to;
     this.reason = reason;
@@ -82,8 +96,6 @@ class Life {
     this.phase.to = null;
   }
 }
-
-const isRunning = (phase) => phase.kind === "prompt" || phase.kind === "decode";
 
 export class Lives {
   constructor(bounded = true) {
@@ -159,7 +171,7 @@ export class Lives {
     this.settle(life, ends, kind === "prompt" ? undefined : at);
     if (kind === "admit") {
       if (event.why === "") life.found = event.amount;
-      if (event.why === "resume" && life.resumes === 0) life.resumes = 1;
+      if (life.phase.kind === "lost" || (event.why === "resume" && !life.resumes)) life.resumes += 1;
       life.enter(event.why === "swap" ? "decode" : "prompt", at, { why: event.why, found: event.amount, chunks: event.why === "swap" ? undefined : [] });
     } else if (kind === "prompt") {
       if (life.phase.kind !== "prompt") life.enter("prompt", at, { chunks: [] });
@@ -188,22 +200,21 @@ export class Lives {
     life.prompt = row.prompt;
     life.output = Math.max(life.output, row.output);
     life.found = Math.max(life.found, row.cached);
-    const blocks = row.blocks ?? 0;
-    if (isRunning(life.phase)) life.blockSeconds += ((life.blocks + blocks) / 2) * Math.max(0, at - Math.max(life.seen, life.phase.from));
-    life.blocks = row.status === "running" ? blocks : 0;
-    life.mostBlocks = Math.max(life.mostBlocks, blocks);
+    life.hold(at, row.status === "running" ? (row.blocks ?? 0) : 0);
     const { phase } = life;
     if (row.status === "running" && life.phases.length === 1 && phase.why === undefined) phase.kind = "unseen";
+    const wasLost = phase.kind === "lost";
+    if (wasLost) life.resumes += 1;
     if (row.status === "running") {
-      if (!isRunning(phase)) life.enter(isComputed ? "decode" : "prompt", at, isComputed ? {} : { chunks: [] });
+      if (!isRunning(phase)) life.enter(isComputed ? "decode" : "prompt", at, isComputed ? {} : { chunks: [], why: wasLost || phase.resumed ? "resume" : "" });
       else if (phase.kind === "prompt" && life.awaits === null && isComputed && !phase.chunks.at(-1)?.left) life.enter("decode", at);
     } else if (row.status === "swapped") {
       if (phase.kind !== "swap") life.enter("swap", at, { other: row.preemptedFor });
       else phase.why = row.waitsFor;
-    } else if (isRunning(phase) || phase.kind === "swap" || (phase.kind === "lost" && row.isResumed)) {
-      // Preempted, or begun again at another core: nothing of it is in blocks.
-      if (phase.kind === "lost") life.resumes += 1;
-      life.enter(phase.kind === "lost" ? "wait" : "recompute", at, { other: row.preemptedFor, why: row.waitsFor, resumed: phase.kind === "lost" });
+    } else if (wasLost) life.enter(kindOfWait(row.waitsFor), at, { why: row.waitsFor, resumed: true });
+    else if (isRunning(phase) || phase.kind === "swap") {
+      // Preempted, and nothing said so.
+      life.enter("recompute", at, { other: row.preemptedFor, why: row.waitsFor });
     } else if (phase.kind === "recompute") phase.why = row.waitsFor;
     else {
       const kind = kindOfWait(row.waitsFor);
