@@ -153,7 +153,7 @@ _MARKS = {
     "fetching": ("~", "cyan"),
     "prompt": ("▒", "yellow"),
     "decoding": ("█", "blue"),
-    "preempted": ("×", "red"),
+    "preempted": ("x", "red"),
     "swapped": ("▁", "magenta"),
 }
 
@@ -298,7 +298,9 @@ def _queues(view: EngineView, history: StepHistory, width: int) -> RenderableTyp
     length = min(_LIFE, max(8, (width - 60) // 3))
     for row in view.groups[:_GROUPS]:
         name = _name(row.group_id, view.request_ids, width) + (f" x {row.num_seqs}" if row.num_seqs > 1 else "")
-        state = "fetching its prefix" if row.is_fetching else f"{row.status} {_OBSTACLES.get(row.waits_for, '')}".strip()
+        state = (
+            "fetching its prefix" if row.is_fetching else f"{row.status} {_OBSTACLES.get(row.waits_for, '')}".strip()
+        )
         life = [_life(history.lives.get(row.group_id, ()), length)] if shows_lives else []
         counts = (str(count) for count in (row.prompt_tokens, row.output_tokens, row.computed_tokens))
         table.add_row(name, state, *life, *counts, f"{row.age:.1f} s", _preempted(row, view.request_ids, width))

@@ -525,8 +525,8 @@ class GroupRow(msgspec.Struct, array_like=True, gc=False):
     #: Whether it waits for its prefix from the KV stores.
     is_fetching: bool = False
     #: Of a waiting or swapped group: "store" (``is_fetching``); the kind of a preparation that is not ready
-    #: ("lora", "grammar", "image", ...); or what the first group in order waits for: "blocks", "sequences" (the limit of
-    #: running ones), "prompts" (the limit of partly computed ones), "step" (the next one).
+    #: ("lora", "grammar", "image", ...); or what the first group in order waits for: "blocks", "sequences" (the limit
+    #: of running ones), "prompts" (the limit of partly computed ones), "step" (the next one).
     waits_for: str = ""
     #: Device blocks that it holds; a shared one counts once.
     num_blocks: int = 0
@@ -542,8 +542,8 @@ class LifeEvent(msgspec.Struct, array_like=True, gc=False):
     at: float
     step: int
     group_id: int
-    #: admit: tokens that have KV entries, found in the prefix cache or kept; prompt: tokens of the chunk; recompute:
-    #: tokens lost; swap: blocks moved; end: output tokens.
+    #: admit: tokens of the first sequence that have KV entries, found in the prefix cache or kept; prompt: tokens of
+    #: the chunk; recompute: tokens lost; swap: blocks moved; end: output tokens.
     amount: int = 0
     #: prompt: tokens that are left to compute; with 0 the group decodes from the next step on.
     left: int = 0
@@ -622,6 +622,7 @@ class EngineView(msgspec.Struct):
     #: Total since the view before; ``changes`` has the last ones.
     num_changes: int
     evicted_blocks: int
+    #: Processor seconds that it took.
     cost: float = 0.0
     adapters: list[AdapterSlot] = []
     #: Ids of requests by group, open ones first; a simulation has none.

@@ -791,7 +791,7 @@ class ViewRecorder:
 
     def view(self, fresh: bool = False) -> EngineView:
         """The state now, and the changes since the last view; ``fresh``: includes all recorded steps."""
-        start, now = time.perf_counter(), self._clock()
+        start, now = time.thread_time(), self._clock()
         if not self.watches:  # earlier changes were not recorded
             self._changes.clear()
             self._lives.clear()
@@ -830,7 +830,7 @@ class ViewRecorder:
         self._seen = {group.group_id: self._seen.get(group.group_id, 0) for group in groups}
         self._changes.clear()
         self._num_changes = 0
-        view.cost = time.perf_counter() - start
+        view.cost = time.thread_time() - start
         return view
 
     def _rows(self, groups: list[SequenceGroup], now: float) -> Iterator[GroupRow]:

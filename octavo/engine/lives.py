@@ -68,9 +68,7 @@ class LifeRecorder:
         lost, moved = totals.num_recomputed_tokens, totals.num_swapped_blocks
         number, cause = group.group_id, group.preempted_for
         if group.status is SequenceStatus.SWAPPED:
-            self._events.append(
-                LifeEvent("swap", now, step, number, moved - life.swapped_blocks, preempted_for=cause)
-            )
+            self._events.append(LifeEvent("swap", now, step, number, moved - life.swapped_blocks, preempted_for=cause))
         else:
             self._events.append(
                 LifeEvent("recompute", now, step, number, lost - life.recomputed_tokens, preempted_for=cause)
@@ -81,7 +79,7 @@ class LifeRecorder:
         """Records who is admitted, and the chunks of prompts. To be called before the step is submitted."""
         step, now = self._scheduler.step_of(plan), self._clock()
         for group in step.admitted:
-            self._admitted(group, now, plan.step, sum(n for seq, n in step.prefills if seq.group is group))
+            self._admitted(group, now, plan.step, sum(n for seq, n in step.prefills if seq is group.seqs[0]))
         for child, _ in step.forked_children:
             self._life(child.group).seqs[child.index] = child
         for seq, n in step.prefills:
@@ -95,7 +93,7 @@ class LifeRecorder:
         elif group.totals.num_recomputes or group.totals.num_swaps:
             why = "recompute" if chunk or group.prefilling else "swap"
         life.has_run = True
-        found = max(0, group.num_computed - chunk)
+        found = max(0, group.seqs[0].num_computed - chunk)
         self._events.append(
             LifeEvent("admit", now, step, group.group_id, found, arrival=group.request.arrival_time, why=why)
         )

@@ -187,12 +187,12 @@ class EngineEvents:
             yield _encode(self._event([*self._views.values()], whole=True))
             while not self._closing:
                 await self._wait_newer_than(seen)
-                if self._number - seen > len(self._recent):
+                behind, seen = self._number - seen, self._number
+                if behind > len(self._recent):
                     yield _encode(self._event([*self._views.values()], whole=True))
-                else:
-                    for data in list(self._recent)[seen - self._number :]:
+                elif behind:  # none are if the stream ends
+                    for data in list(self._recent)[-behind:]:
                         yield data
-                seen = self._number
         finally:
             self._listeners[client] -= 1
             if not self._listeners[client]:

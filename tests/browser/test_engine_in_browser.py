@@ -118,7 +118,7 @@ def test_the_life_of_a_preempted_request_is_read_with_the_keyboard_alone(browser
             assert expected in phases
         assert "Preempted" in phases or "Swapped out" in phases
         facts = dict(zip(details.locator("dt").all_inner_texts(), details.locator("dd").all_inner_texts(), strict=True))
-        assert {"Computed", "Found", "Blocks × seconds", "Waited", "Set back", "Ran"} == set(facts)
+        assert {"Computed", "Found", "Block-seconds", "Waited", "Set back", "Ran"} == set(facts)
         assert "preempted" in facts["Set back"] and "resumed on another core" in facts["Set back"]
         last = page.locator(".step").inner_text()
         for _ in range(20):  # to a phase that has a step

@@ -122,8 +122,8 @@ def test_each_request_has_its_life_so_far() -> None:
     with console.capture() as capture:
         console.print(render(last, history, 140))
     [row] = [line for line in capture.get().splitlines() if line.lstrip().startswith("7 ")]
-    assert "waiting for blocks" in row and "▒█××" in row
-    assert "▒ prompt, █ decoding, × preempted" in capture.get()
+    assert "waiting for blocks" in row and "▒█xx" in row
+    assert "▒ prompt, █ decoding, x preempted" in capture.get()
     seen("running", 44, 5, [LifeEvent("end", 3.0, 29, 7, 9, why="stop")])
     assert not history.lives
 

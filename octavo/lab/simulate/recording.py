@@ -8,7 +8,15 @@ from pathlib import Path
 import msgspec
 
 from octavo.core.plan import StepPlan
-from octavo.core.stats import MAX_LIFE_EVENTS, EngineEvent, ReplicaRow, SchedulerState, SchedulerStats, StepStats, write_recording
+from octavo.core.stats import (
+    MAX_LIFE_EVENTS,
+    EngineEvent,
+    ReplicaRow,
+    SchedulerState,
+    SchedulerStats,
+    StepStats,
+    write_recording,
+)
 from octavo.engine.core import ViewRecorder
 from octavo.lab.simulate.engine import SimulatedEngine
 

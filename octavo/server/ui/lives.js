@@ -207,7 +207,7 @@ export class Lives {
     if (wasLost) life.resumes += 1;
     if (row.status === "running") {
       if (!isRunning(phase)) life.enter(isComputed ? "decode" : "prompt", at, isComputed ? {} : { chunks: [], why: wasLost || phase.resumed ? "resume" : "" });
-      else if (phase.kind === "prompt" && life.awaits === null && isComputed && !phase.chunks.at(-1)?.left) life.enter("decode", at);
+      else if (phase.kind === "prompt" && life.awaits === null && isComputed && !(phase.chunks.at(-1)?.left > 1)) life.enter("decode", at);
     } else if (row.status === "swapped") {
       if (phase.kind !== "swap") life.enter("swap", at, { other: row.preemptedFor });
       else phase.why = row.waitsFor;

@@ -179,7 +179,7 @@ export function LifeDetails({ life, lives, steps, onPick, onClose }) {
   const facts = [
     ["Computed", prompt === null ? "–" : count(prompt + life.output, "token"), prompt === null ? "not recorded" : `${prompt.toLocaleString()} of prompts, ${life.output.toLocaleString()} of output`],
     ["Found", count(life.found, "token"), life.prompt ? `of ${count(life.prompt, "prompt token")}` : ""],
-    ["Blocks × seconds", !life.mostBlocks ? "–" : life.blockSeconds < 10 ? life.blockSeconds.toFixed(1) : Math.round(life.blockSeconds).toLocaleString(), life.mostBlocks ? `at most ${count(life.mostBlocks, "block")}` : "not recorded"],
+    ["Block-seconds", !life.mostBlocks ? "–" : life.blockSeconds < 10 ? life.blockSeconds.toFixed(1) : Math.round(life.blockSeconds).toLocaleString(), life.mostBlocks ? `at most ${count(life.mostBlocks, "block")}` : "not recorded"],
     ["Waited", span(costs.waited), Object.entries(costs.waits).filter(([, s]) => s >= 0.0005).sort((a, b) => b[1] - a[1]).map(([why, s]) => `${span(s)} ${OBSTACLES[why] ?? "for a reason that was not seen"}`).join(", ")],
     ["Set back", span(costs.away), life.preemptions || life.resumes ? [life.preemptions && `preempted ${life.preemptions} ×, ${count(life.lost, "token")} again`, life.resumes && `resumed on another core`].filter(Boolean).join(", ") : "never"],
     ["Ran", span(costs.seconds.prompt + costs.seconds.decode), `${span(costs.seconds.prompt)} of prompts, ${span(costs.seconds.decode)} of decoding`],
