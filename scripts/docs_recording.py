@@ -3,8 +3,8 @@
     python scripts/docs_recording.py [FILE]       # needs the demo model and some 30 seconds
 
 A server with too few blocks for its requests is followed as its page follows it (``/engine/events``). Chats that begin
-alike arrive; some have two answers. When requests of both kinds have been preempted, the engine core is killed: the
-server starts another, and all answers go on. The script fails if the recording lacks any of this.
+alike arrive; some have two answers. When requests of both kinds have been preempted and swapped ones come back, the
+engine core is killed: the server starts another, and all answers go on. The script fails if the recording lacks any of this.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ QUESTIONS = (
     "What is worth seeing in the morning?", "Who should I ask about the old mill?", "Where does the bread come from?",
     "How do I get to the other side?", "What do people do on a rainy day?", "Which bridge is the oldest one?",
 )  # fmt: skip
-NUM_REQUESTS, TOKENS = 14, 150
+NUM_REQUESTS, TOKENS = 16, 150
 PATIENCE = 240
 
 
@@ -117,7 +117,7 @@ def main(path: Path) -> int:
 
         with ThreadPoolExecutor(NUM_REQUESTS) as pool:
             answers = [pool.submit(ask, i) for i in range(NUM_REQUESTS)]
-            follower.wait_for({"hit", "fork", "recompute", "swap"})
+            follower.wait_for({"hit", "fork", "recompute", "swap", "swap_in"})
             time.sleep(1.0)
             [core] = [child for child in process.children() if "core_process" in " ".join(child.cmdline())]
             os.kill(core.pid, signal.SIGKILL)

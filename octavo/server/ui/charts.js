@@ -69,8 +69,8 @@ export function Strip({ steps, budget, at, onPick, belongs = null, onPoint }) {
       const mark = at === null ? null : at - from;
       const paint = (a, b) => Object.assign([color(a), color(b)], { line: color("--ink") });
       const of = belongs && shown.map(belongs);
-      drawBars(tokens.current, width, 90, shown.map((step) => [step.decode, step.prefill]), mostTokens, budget <= mostTokens ? budget : 0, paint("--accent", "--second"), mark, of);
-      drawBars(seconds.current, width, 70, times, slowest, 0, paint("--third", "--warn"), mark, of);
+      drawBars(tokens.current, width, 120, shown.map((step) => [step.decode, step.prefill]), mostTokens, budget <= mostTokens ? budget : 0, paint("--accent", "--second"), mark, of);
+      drawBars(seconds.current, width, 90, times, slowest, 0, paint("--third", "--warn"), mark, of);
     };
     redraw();
     addEventListener("octavo-theme", redraw);
@@ -93,9 +93,9 @@ export function Strip({ steps, budget, at, onPick, belongs = null, onPoint }) {
   const wide = { width: `${width}px` };
   return html`<div class="strip" ref=${box}>
     <p class="chart-title">Tokens of a step <span class="name"><span class="key key-decode"></span>decode</span> <span class="name"><span class="key key-prefill"></span>prompts</span> <span class="quiet">up to ${mostTokens}, budget ${budget}</span></p>
-    <canvas ref=${tokens} height="90" style=${{ ...wide, height: "90px" }} role="img" aria-label=${`Tokens of the last steps. ${words}`} ...${pointing}></canvas>
+    <canvas ref=${tokens} height="120" style=${{ ...wide, height: "120px" }} role="img" aria-label=${`Tokens of the last steps. ${words}`} ...${pointing}></canvas>
     <p class="chart-title">Time of a step <span class="name"><span class="key key-kernels"></span>${timed ? "in kernels" : "in the worker"}</span> <span class="name"><span class="key key-outside"></span>outside</span> <span class="quiet">up to ${(1e3 * slowest).toFixed(1)} ms</span></p>
-    <canvas ref=${seconds} height="70" style=${{ ...wide, height: "70px" }} role="img" aria-label="Times of the last steps" ...${pointing}></canvas>
+    <canvas ref=${seconds} height="90" style=${{ ...wide, height: "90px" }} role="img" aria-label="Times of the last steps" ...${pointing}></canvas>
     <p class="tip">${pointed ? html`Step ${pointed.step.toLocaleString()}: ${pointed.decode} tokens of decodes, ${pointed.prefill} of prompts in ${(1e3 * pointed.seconds).toFixed(1)} ms; ${pointed.running} running, ${pointed.waiting} waiting` : html`<span class="quiet">${steps.length ? "A click goes to a step." : "Each step gets a bar here: its tokens above, its time below."}</span>`}</p>
   </div>`;
 }

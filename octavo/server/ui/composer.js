@@ -18,7 +18,7 @@ export function Composer({ kind, kinds, model, running, begun, onKind, onSend, o
   const [problem, setProblem] = useState("");
   const field = useRef();
   const takes = takesOf(kind, model);
-  const isSpeech = takes[0] === "audio";
+  const isSpeech = Boolean(KINDS[kind].takes);
   const sent = files.filter((file) => takes.includes(sortOf(file)));
   const ready = isSpeech ? sent.length > 0 : text.trim() || sent.length > 0;
   const focus = () => field.current?.focus({ preventScroll: true });
@@ -104,7 +104,7 @@ const listed = (words) => (words.length > 1 ? `${words.slice(0, -1).join(", ")} 
 /** A file, if a conversation takes its kind; what is in it only the server can say. Throws an Error. */
 function checked(file, takes, kind) {
   const sort = sortOf(file);
-  if (takes.includes(sort) || (takes.includes("audio") && takes.length === 1)) return file;
+  if (takes.includes(sort) || KINDS[kind].takes) return file;
   if (!takes.length) throw new Error(`${file.name} was left out: a completion begins with text alone.`);
   throw new Error(`${file.name} was left out: this model reads ${kind === "chat" ? listed(takes.map((one) => SORTS[one])) : "recordings"} only.`);
 }

@@ -48,9 +48,9 @@ function useEngine(mode, model) {
   return { recording: file ?? live.current, isFile: Boolean(file), state, setFile, hold, missed: pending.current?.length ?? 0 };
 }
 
-/** Where a recording is opened: at the step with most requests. */
+/** Where a recording is opened: at the step with most requests, and most of them waiting or swapped out. */
 function busiest(steps) {
-  const load = ({ frame, running, waiting, swapped }) => (frame ? running + waiting + swapped : -1);
+  const load = ({ frame, running, waiting, swapped, used, cached, free }) => (frame ? running + 2 * waiting + 3 * swapped + used / (used + cached + free || 1) : -1);
   return steps.reduce((best, step, i) => (load(step) > load(steps[best]) ? i : best), 0);
 }
 

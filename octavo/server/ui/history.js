@@ -3,7 +3,7 @@
 import { download, html, names, useEffect, useMemo, useRef, useState } from "./dom.js";
 import { contains, deleteConversation, exported, imported, loadConversations, MOST, newId, onOtherTabs, saveConversations, titleOf } from "./conversations.js";
 import { keepFiles, megabytes, MOST_KEPT } from "./files.js";
-import { Icon, IconButton, Menu } from "./widgets.js";
+import { focusNow, Icon, IconButton, Menu } from "./widgets.js";
 
 /** Milliseconds after a change; while somebody types, saving waits. */
 const SAVED_AFTER = 300;
@@ -102,11 +102,15 @@ function Entry({ one, isCurrent, isRunning, onOpen, onRename, onRemove, onExport
   const title = titleOf(one);
   useEffect(() => void (name !== null && field.current?.select()), [name === null]);
   if (name !== null) {
-    const rename = () => (onRename(one, name.trim()), setName(null));
-    return html`<li><form class="rename" onSubmit=${(event) => (event.preventDefault(), rename())}><input ref=${field} aria-label="Name of the conversation" value=${name} onInput=${(event) => setName(event.target.value)} onBlur=${rename} onKeyDown=${(event) => event.key === "Escape" && (event.stopPropagation(), setName(null))} /></form></li>`;
+    const rename = () => {
+      if (field.current.dataset.left) return; // Escape removes the field, which leaves it
+      onRename(one, name.trim());
+      setName(null);
+    };
+    return html`<li><form class="rename" onSubmit=${(event) => (event.preventDefault(), rename())}><input ref=${field} aria-label="Name of the conversation" value=${name} onInput=${(event) => setName(event.target.value)} onBlur=${rename} onKeyDown=${(event) => event.key === "Escape" && (event.stopPropagation(), (event.target.dataset.left = "yes"), setName(null))} /></form></li>`;
   }
   if (isAsked) {
-    return html`<li class="asked-delete"><span class="cut">Delete “${title}”?</span><button type="button" class="button small danger" ref=${(button) => button?.focus()} onClick=${() => onRemove(one)}>Delete</button><${IconButton} icon="close" label="Keep it" small=${true} onClick=${() => setAsked(false)} /></li>`;
+    return html`<li class="asked-delete"><span class="cut">Delete “${title}”?</span><button type="button" class="button small danger" ref=${focusNow} onClick=${() => onRemove(one)}>Delete</button><${IconButton} icon="close" label="Keep it" small=${true} onClick=${() => setAsked(false)} /></li>`;
   }
   return html`<li class=${names(isCurrent && "chosen")}>
     <button type="button" class="open cut" aria-current=${isCurrent ? "true" : undefined} title=${title} onClick=${() => onOpen(one)}>${title}${isRunning && html`<span class="dot"><span class="hidden">, being answered</span></span>`}</button>

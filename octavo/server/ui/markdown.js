@@ -142,11 +142,8 @@ class Spans {
     const { text } = this;
     const begin = place + open.length;
     if (!text.startsWith(open, place) || (open === "$" && (isSpace(text[begin]) || text[begin] === "$" || /[\w$]/.test(text[place - 1] ?? "")))) return null;
-    const end = this.next(close, begin + 1, (from) => {
-      let found = text.indexOf(close, from);
-      while (close === "$" && found >= 0 && (isSpace(text[found - 1]) || /[\d$]/.test(text[found + 1] ?? ""))) found = text.indexOf(close, found + 1);
-      return found;
-    });
+    const end = this.next(close, begin + 1, (from) => text.indexOf(close, from));
+    if (open === "$" && (isSpace(text[end - 1]) || /[\d$]/.test(text[end + 1] ?? ""))) return null;
     const line = this.next("line", begin, (from) => text.indexOf("\n", from));
     if (end > line || end === Infinity) return null;
     return { end: end + close.length, element: html`<code class="formula">${readable(text.slice(begin, end))}</code>` };

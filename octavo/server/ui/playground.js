@@ -253,13 +253,5 @@ function parsed({ schema, tools }) {
 /** The request of the last answer, or the one that would be sent, as a program. */
 function Sample({ kind, make }) {
   const [open, setOpen] = useState(false);
-  return html`<details class="fold group" open=${open} onToggle=${(event) => setOpen(event.target.open)}><summary>This request as code</summary>${open && html`<div class="group-body">${sample()}</div>`}</details>`;
-
-  function sample() {
-    try {
-      return html`<${Samples} kind=${kind} body=${make()} />`;
-    } catch (error) {
-      return html`<p class="error">${error.message}</p>`;
-    }
-  }
+  return html`<details class="fold group" open=${open} onToggle=${(event) => setOpen(event.target.open)}><summary>This request as code</summary>${open && html`<div class="group-body"><${Samples} kind=${kind} make=${make} /></div>`}</details>`;
 }

@@ -15,7 +15,7 @@ export const kindsOf = (model) => Object.keys(KINDS).filter((kind) => model?.tas
 /** What kinds of files a conversation takes: of "image", "audio" and "text". */
 export function takesOf(kind, model) {
   if (KINDS[kind].takes) return [KINDS[kind].takes];
-  return kind === "chat" ? ["text", ...["image", "audio"].filter((one) => model?.input_modalities.includes(one))] : [];
+  return kind === "chat" ? [...["image", "audio"].filter((one) => model?.input_modalities.includes(one)), "text"] : [];
 }
 
 /** A text file as a part of a question: its name and its content, in a fence that its content does not close. */

@@ -75,7 +75,16 @@ export function asPython(kind, body, origin) {
 /** Files within a text are megabytes, which nobody reads: their beginning. */
 const shortened = (text) => text.replace(/(data:[\w/.+-]*;base64,[\w+/]{24})[\w+/=]{40,}/g, (_, begin) => `${begin}…`);
 
-export function Samples({ kind, body }) {
+/** The request that `make` gives as a program, or why there is none. */
+export function Samples({ kind, make }) {
+  try {
+    return html`<${Sample} kind=${kind} body=${make()} />`;
+  } catch (error) {
+    return html`<p class="error">${error.message}</p>`;
+  }
+}
+
+function Sample({ kind, body }) {
   const [language, setLanguage] = useState("Python");
   const text = (language === "curl" ? asCurl : asPython)(kind, body, location.origin);
   return html`<div class="samples">

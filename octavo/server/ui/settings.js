@@ -3,7 +3,7 @@
 import { html, names, useEffect, useState } from "./dom.js";
 import { getJson } from "./api.js";
 import { KINDS, routeOf } from "./requests.js";
-import { Icon, IconButton } from "./widgets.js";
+import { focusNow, Icon, IconButton } from "./widgets.js";
 
 /** Names of settings for people; `range`: a slider from, to and by. Others have their field's name. */
 const TITLES = {
@@ -208,9 +208,9 @@ export function Settings({ kind, fields, error, onLoad, options, setOptions, own
     ${kind === "chat" && html`<div class="field"><label for="system">System prompt</label><textarea id="system" rows="3" value=${system} placeholder="Who the model is, and how it answers; of this conversation and of new ones" onInput=${(event) => onSystem(event.target.value)}></textarea></div>`}
     ${Object.entries(groups).map(([title, members]) => {
       const [more, isSet] = extra[title] ?? [];
-      const own = members.filter((name) => byName.has(name));
-      const changed = own.filter((name) => typed[name] !== undefined).length + (isSet ? 1 : 0);
-      return (own.length > 0 || more) && html`<${Group} key=${title} title=${title} changed=${changed}>${more}${own.map(one)}</${Group}>`;
+      const there = members.filter((name) => byName.has(name));
+      const changed = there.filter((name) => typed[name] !== undefined).length + (isSet ? 1 : 0);
+      return (there.length > 0 || more) && html`<${Group} key=${title} title=${title} changed=${changed}>${more}${there.map(one)}</${Group}>`;
     })}
     ${children}
     <button type="button" class="button reset-all" disabled=${!Object.keys(typed).length} onClick=${() => setOptions({ typed: {} })}><${Icon} name="refresh" />Reset all settings</button>
@@ -269,7 +269,7 @@ function Presets({ typed, onChange }) {
   };
   const remove = () => setOwn(Object.fromEntries(Object.entries(own).filter(([one]) => one !== current)));
   if (name !== null) {
-    return html`<form class="presets" onSubmit=${save}><input aria-label="Name of the preset" placeholder="Name of the preset" ref=${(one) => one && !one.value && one.focus()} value=${name} onInput=${(event) => setName(event.target.value)} onKeyDown=${(event) => event.key === "Escape" && (event.stopPropagation(), setName(null))} />
+    return html`<form class="presets" onSubmit=${save}><input aria-label="Name of the preset" placeholder="Name of the preset" ref=${focusNow} value=${name} onInput=${(event) => setName(event.target.value)} onKeyDown=${(event) => event.key === "Escape" && (event.stopPropagation(), setName(null))} />
       <button class="button small primary" disabled=${!name.trim()}>Save</button><button type="button" class="button small" onClick=${() => setName(null)}>Cancel</button></form>`;
   }
   return html`<div class="presets">

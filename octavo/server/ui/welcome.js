@@ -66,7 +66,7 @@ export function Welcome({ kind, model, about, onExample, sample }) {
       const { text, attach } = typeof one === "string" ? { text: one } : one;
       return html`<li><button type="button" class="example" onClick=${() => onExample({ text, attach })}><span>${text.trim()}</span><${Icon} name=${attach ? "attach" : "arrow_up"} /></button></li>`;
     })}</ul>`}
-    <details class="fold call-it" open=${isOpen} onToggle=${(event) => setOpen(event.target.open)}><summary>Call it from your program</summary>${isOpen && html`<${Samples} kind=${kind} body=${sample(examples[0]?.text ?? examples[0])} />`}</details>
+    <details class="fold call-it" open=${isOpen} onToggle=${(event) => setOpen(event.target.open)}><summary>Call it from your program</summary>${isOpen && html`<${Samples} kind=${kind} make=${() => sample(examples[0]?.text ?? examples[0])} />`}</details>
     <p class="help center">Conversations stay in this browser.</p>
   </div>`;
 }

@@ -59,12 +59,15 @@ export function CopyButton({ text, label = "Copy", small = true }) {
   return html`<${IconButton} icon=${copied ? "check" : "copy"} label=${copied ? "Copied" : label} small=${small} onClick=${copy} />`;
 }
 
+/** As the `ref` of an element: it gets the keyboard when it appears. */
+export const focusNow = (element) => element?.focus();
+
 /** A button that deletes at its second press. */
 export function DeleteButton({ label, onDelete, disabled }) {
   const [isAsked, setAsked] = useState(false);
   if (!isAsked) return html`<${IconButton} icon="delete" label=${label} small=${true} disabled=${disabled} onClick=${() => setAsked(true)} />`;
   const forget = () => setAsked(false);
-  return html`<button type="button" class="button small danger" ref=${(one) => one?.focus()} onClick=${() => (forget(), onDelete())} onBlur=${forget} onKeyDown=${(event) => event.key === "Escape" && forget()}>Delete?</button>`;
+  return html`<button type="button" class="button small danger" ref=${focusNow} onClick=${() => (forget(), onDelete())} onBlur=${forget} onKeyDown=${(event) => event.key === "Escape" && forget()}>Delete?</button>`;
 }
 
 /** Whether a media query holds now. */
