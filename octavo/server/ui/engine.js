@@ -3,7 +3,7 @@
 import { html, names, useEffect, useReducer, useRef, useState, download } from "./dom.js";
 import { BlockMap, Legend, usedOf } from "./block_map.js";
 import { Latencies, Strip } from "./charts.js";
-import { ExampleButton, takesExamples } from "./examples.js";
+import { ExampleButton, takesExamples, useExamples } from "./examples.js";
 import { OBSTACLES, phaseAt } from "./lives.js";
 import { Adapters, Changes, Queues, Stores } from "./queues.js";
 import { follow, Recording } from "./recording.js";
@@ -110,7 +110,8 @@ export function Engine({ mode, models = [], model: given }) {
     saved.title ||= `${document.title}, ${new Date().toISOString().slice(0, 19).replace("T", " ")}`;
     download(`octavo-${new Date().toISOString().slice(0, 19).replaceAll(":", "")}.jsonl`, [saved.lines().join("\n"), "\n"], "application/jsonl");
   };
-  const examples = mode === "live" && !isFile && index === null && takesExamples(asked) ? asked : null;
+  const sent = useExamples(asked);
+  const examples = mode === "live" && !isFile && index === null && takesExamples(asked) ? sent : null;
   return html`<div class="engine">
     <header class="engine-head">
       <${Status} mode=${mode} state=${state} isFile=${isFile} index=${index} missed=${missed} title=${recording.title} />
@@ -218,11 +219,11 @@ function Picture({ recording, isFile, replica, view, steps, index, examples, onP
   const kind = (map) => (map.has_states ? ", recurrent states" : map.window ? `, window of ${map.window} tokens` : "");
   const named = (map) => (device.length > 1 ? `KV group ${map.group}${kind(map)}` : "KV cache");
   const pointing = { focus: stands, onFocus: setFocus, onChoose: setChosen };
-  const empty = html`<div class="empty-state"><p>Each request gets a row here as it arrives: when it waits and for what, the chunks of its prompt, its decoding, and whether it is preempted, swapped out or resumed on another core.</p>${examples && html`<${ExampleButton} model=${examples} />`}</div>`;
+  const empty = html`<div class="empty-state"><p>Each request gets a row here as it arrives: when it waits and for what, the chunks of its prompt, its decoding, and whether it is preempted, swapped out or resumed on another core.</p>${examples && html`<${ExampleButton} examples=${examples} />`}</div>`;
   return html`
     <section class=${names("card wide lives-card", shownLife && "with-details")} aria-label="Lives of requests">
       <div class="lives-main"><${Timeline} lives=${lives} at=${at} isFile=${isFile} focus=${focus} chosen=${shownLife ? chosen : null} line=${line} numCores=${recording.rows.length} empty=${empty} onFocus=${setFocus} onChoose=${setChosen} />
-        ${examples && lives.all.length > 0 && view.state.num_running === 0 && html`<${ExampleButton} model=${examples} small />`}</div>
+        ${examples && lives.all.length > 0 && (examples.done !== null || view.state.num_running === 0) && html`<${ExampleButton} examples=${examples} small />`}</div>
       ${shownLife && html`<${LifeDetails} life=${shownLife} lives=${lives} steps=${steps} onPick=${onPick} onClose=${() => setChosen(null)} />`}
     </section>
     <section class="card" aria-label="Block map"><h2>Blocks</h2>

@@ -26,14 +26,14 @@ function bodyOf(i, model) {
 
 export const takesExamples = (model) => Boolean(model?.tasks?.some((task) => task === "generate" || task === "embed"));
 
-/** A button that sends them, and stops them; `onStart`: called before the first. */
-export function ExampleButton({ model, small = false }) {
+/** The examples of a model that are being sent: { model, done (null: none are), problem, send(), stop() }; they end with the view. */
+export function useExamples(model) {
   const [done, setDone] = useState(null);
   const [problem, setProblem] = useState("");
   const abort = useRef(null);
   useEffect(() => () => abort.current?.abort(), []);
   const send = async () => {
-    abort.current = new AbortController();
+    const { signal } = (abort.current = new AbortController());
     setProblem("");
     setDone(0);
     let ended = 0;
@@ -41,9 +41,9 @@ export function ExampleButton({ model, small = false }) {
       const [path, body] = bodyOf(i, model);
       // One after the other, so that some find what others have computed.
       await new Promise((resolve) => setTimeout(resolve, i * 60));
-      if (abort.current.signal.aborted) return;
+      if (signal.aborted) return;
       try {
-        await (await request(path, { method: "POST", body, signal: abort.current.signal })).text();
+        await (await request(path, { method: "POST", body, signal })).text();
       } catch (error) {
         if (error.name !== "AbortError") setProblem(error.message);
       }
@@ -51,9 +51,15 @@ export function ExampleButton({ model, small = false }) {
     }));
     setDone(null);
   };
+  return { model, done, problem, send, stop: () => abort.current?.abort() };
+}
+
+/** A button that sends them, and stops them. */
+export function ExampleButton({ examples, small = false }) {
+  const { done, problem, send, stop } = examples;
   const runs = done !== null;
   return html`<div class="examples">
-    <button type="button" class=${small ? "button small" : "button primary"} onClick=${runs ? () => abort.current.abort() : send}><${Icon} name=${runs ? "stop" : "spark"} />${runs ? `Stop the examples (${done} of ${NUMBER} done)` : `Send ${NUMBER} example requests`}</button>
+    <button type="button" class=${small ? "button small" : "button primary"} onClick=${runs ? stop : send}><${Icon} name=${runs ? "stop" : "spark"} />${runs ? `Stop the examples (${done} of ${NUMBER} done)` : `Send ${NUMBER} example requests`}</button>
     ${problem && html`<p class="error small-text" role="alert">${problem}</p>`}
   </div>`;
 }
