@@ -263,12 +263,19 @@ def _map(shown: BlockMap, width: int) -> Text:
         states = [BlockState(i) for counts in shown.bins for i, count in enumerate(counts) for _ in range(count)]
     else:
         states = [BlockState(run.state) for run in shown.runs for _ in range(run.count)]
-    cells = max(1, width) * _MAP_LINES
+    cells, left_out = max(1, width) * _MAP_LINES, ""
+    if shown.runs and len(states) > cells:  # few used blocks would be lost among the free ones
+        states, left_out = [state for state in states if state is not BlockState.FREE], ", free ones are not drawn"
     each = max(1, -(-len(states) // cells))
     where = "host" if shown.on_host else "device" if not shown.group else f"device, KV group {shown.group}"
     counts = ", ".join(f"{count} {BlockState(i).name.lower()}" for i, count in enumerate(shown.counts) if count)
     blocks = "recurrent states" if shown.has_states else "blocks"
-    text = Text(f"{where}: {shown.num_blocks} {blocks}: {counts}" + (f" (a cell is {each})" if each > 1 else "") + "\n")
+    text = Text(
+        f"{where}: {shown.num_blocks} {blocks}: {counts}"
+        + (f" (a cell is {each})" if each > 1 else "")
+        + left_out
+        + "\n"
+    )
     for start in range(0, len(states), each):
         part = states[start : start + each]
         state = max(set(part), key=lambda one: (part.count(one), one))

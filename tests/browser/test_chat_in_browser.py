@@ -160,7 +160,13 @@ def test_an_answer_that_is_json_is_shown_as_code(chat: Visit) -> None:
 def test_reasoning_is_folded_and_calls_of_tools_are_answered_with_the_keyboard(chat: Visit) -> None:
     page = chat.page
     calls = [{"index": i, "id": f"call{i}", "function": WEATHER} for i in range(2)]
-    streamed(chat, {"reasoning_content": "I should "}, {"reasoning_content": "look."}, {"tool_calls": calls}, finish="tool_calls")
+    streamed(
+        chat,
+        {"reasoning_content": "I should "},
+        {"reasoning_content": "look."},
+        {"tool_calls": calls},
+        finish="tool_calls",
+    )
     ask(chat, "Weather?")
     thoughts = page.locator(".thoughts summary")
     thoughts.get_by_text(re.compile(r"Thought for \d+")).wait_for()
@@ -276,7 +282,9 @@ def test_conversations_are_searched_renamed_exported_and_imported(chat: Visit, t
     page.get_by_role("button", name="Water", exact=True).click()
     assert page.locator(".answer .text").inner_text().strip() == "About whales."
     other = tmp_path / "messages.json"
-    other.write_text(json.dumps([{"role": "user", "content": "From elsewhere"}, {"role": "assistant", "content": "Yes"}]))
+    other.write_text(
+        json.dumps([{"role": "user", "content": "From elsewhere"}, {"role": "assistant", "content": "Yes"}])
+    )
     page.get_by_label("Import conversations").set_input_files(other)
     page.get_by_role("button", name="From elsewhere", exact=True).wait_for()
     other.write_text("{}")

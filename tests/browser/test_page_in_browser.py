@@ -154,6 +154,7 @@ def showing(browser: Any, path: Path, **options: Any) -> Iterator[Visit]:
 
 # --- for everybody --------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("colors", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_axe_finds_nothing(browser: Any, site: Running, colors: str) -> None:
     with visit(browser, site.url, color_scheme=colors) as shown:
@@ -172,7 +173,15 @@ def test_axe_finds_nothing(browser: Any, site: Running, colors: str) -> None:
         assert shown.violations() == []
 
 
-@pytest.mark.parametrize("width", [pytest.param(1440, marks=pytest.mark.slow), pytest.param(768, marks=pytest.mark.slow), 360, pytest.param(320, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "width",
+    [
+        pytest.param(1440, marks=pytest.mark.slow),
+        pytest.param(768, marks=pytest.mark.slow),
+        360,
+        pytest.param(320, marks=pytest.mark.slow),
+    ],
+)
 def test_the_page_fits_and_the_chat_comes_first(browser: Any, site: Running, width: int) -> None:
     with visit(browser, site.url, viewport={"width": width, "height": 740}) as shown:
         page = shown.page

@@ -188,3 +188,8 @@ def test_a_server_that_refuses_says_why(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("words", [["ftp://x"], ["http://127.0.0.1:9"], ["http://a", "http://b"]])
 def test_what_is_no_server_is_refused(words: list[str]) -> None:
     assert main(["top", *words]) == 2
+
+
+def test_used_blocks_of_a_large_cache_are_drawn_without_the_free_ones() -> None:
+    shown = text(event(100_000))
+    assert "free ones are not drawn" in shown and "■■■■■■■■\n" in shown.replace(" ", "") and "·■" not in shown

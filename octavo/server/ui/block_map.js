@@ -90,6 +90,7 @@ function draw(canvas, cells, { side, columns, height }, flashes, at, focus) {
     context.fill();
   };
   const places = new Map();
+  const dims = focus !== null && cells.some((cell) => cell.group === focus);
   cells.forEach((cell, i) => {
     const x = (i % columns) * side;
     const y = Math.floor(i / columns) * side;
@@ -104,7 +105,7 @@ function draw(canvas, cells, { side, columns, height }, flashes, at, focus) {
       }
       return;
     }
-    context.globalAlpha = focus !== null && cell.group !== focus ? 0.22 : 1;
+    context.globalAlpha = dims && cell.group !== focus ? 0.22 : 1;
     if (cell.gap) {
       context.fillStyle = colors.mark;
       for (let dot = 1; dot <= 3; dot++) context.fillRect(x + (inner * dot) / 4 - 0.75, y + inner / 2 - 0.75, 1.5, 1.5);

@@ -63,7 +63,7 @@ export function Strip({ steps, budget, at, onPick, belongs = null, onPoint }) {
     return () => observer.disconnect();
   }, []);
   useEffect(() => {
-    if (!width) return undefined;
+    if (!width || !steps.length) return undefined;
     const redraw = () => {
       const color = colorsOf(tokens.current);
       const mark = at === null ? null : at - from;
@@ -91,12 +91,14 @@ export function Strip({ steps, budget, at, onPick, belongs = null, onPoint }) {
   const last = shown.at(-1);
   const words = last ? `The last of ${shown.length} steps computed ${last.decode} tokens of decodes and ${last.prefill} of prompts in ${(1e3 * last.seconds).toFixed(1)} ms.` : "No step yet.";
   const wide = { width: `${width}px` };
+  // The box stays, as its width is watched.
+  if (!steps.length) return html`<div class="strip" ref=${box}><p class="quiet">Each step gets a bar here: the tokens that it computes, of prompts and of decodes, and its time.</p></div>`;
   return html`<div class="strip" ref=${box}>
     <p class="chart-title">Tokens of a step <span class="name"><span class="key key-decode"></span>decode</span> <span class="name"><span class="key key-prefill"></span>prompts</span> <span class="quiet">up to ${mostTokens}, budget ${budget}</span></p>
     <canvas ref=${tokens} height="120" style=${{ ...wide, height: "120px" }} role="img" aria-label=${`Tokens of the last steps. ${words}`} ...${pointing}></canvas>
     <p class="chart-title">Time of a step <span class="name"><span class="key key-kernels"></span>${timed ? "in kernels" : "in the worker"}</span> <span class="name"><span class="key key-outside"></span>outside</span> <span class="quiet">up to ${(1e3 * slowest).toFixed(1)} ms</span></p>
     <canvas ref=${seconds} height="90" style=${{ ...wide, height: "90px" }} role="img" aria-label="Times of the last steps" ...${pointing}></canvas>
-    <p class="tip">${pointed ? html`Step ${pointed.step.toLocaleString()}: ${pointed.decode} tokens of decodes, ${pointed.prefill} of prompts in ${(1e3 * pointed.seconds).toFixed(1)} ms; ${pointed.running} running, ${pointed.waiting} waiting` : html`<span class="quiet">${steps.length ? "A click goes to a step." : "Each step gets a bar here: its tokens above, its time below."}</span>`}</p>
+    <p class="tip">${pointed ? html`Step ${pointed.step.toLocaleString()}: ${pointed.decode} tokens of decodes, ${pointed.prefill} of prompts in ${(1e3 * pointed.seconds).toFixed(1)} ms; ${pointed.running} running, ${pointed.waiting} waiting` : html`<span class="quiet">A click goes to a step.</span>`}</p>
   </div>`;
 }
 

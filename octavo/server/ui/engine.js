@@ -136,7 +136,7 @@ function Status({ mode, state, isFile, index, missed, title }) {
 }
 
 const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part === whole ? 0 : 1)} %` : "–");
-const percent = (part, whole) => `${Math.round((100 * part) / whole)} %`;
+const percent = (part, whole) => `${((100 * part) / whole).toFixed(part && part < whole / 20 ? 1 : 0)} %`;
 const strong = (value) => html`<strong>${value}</strong>`;
 
 /** What the engine does, in one sentence. `isPast`: it is looked back at. */

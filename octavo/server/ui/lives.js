@@ -149,7 +149,6 @@ export class Lives {
 
   addView(view) {
     this.now = Math.max(this.now, view.at);
-    this.start = Math.min(this.start, view.at);
     const ends = new Map(view.steps.map((step) => [step[0], step[1]]));
     for (const values of view.lives ?? []) this.addEvent(readLife(values), view, ends);
     const rows = view.groups.map(readGroup);

@@ -11,6 +11,8 @@ const MOST_ROWS = 24;
 const WIDE = 1000, HIGH = 24;
 /** By kind of phase: where in the box it lies, and its height. */
 const SHAPES = { unseen: [11.5, 1], wait: [11, 2], fetch: [9, 6], load: [9, 6], prompt: [3, 18], decode: [6, 12], recompute: [11, 2], swap: [8, 8], lost: [3, 18] };
+/** Seconds that are shown at least. */
+const SHORTEST = 4;
 const RANGES = { "10 s": 10, "30 s": 30, "2 min": 120, All: Infinity };
 
 const REASONS = { stop: "ended", length: "ended at its limit", abort: "aborted", error: "failed", ignored: "refused", "": "ended" };
@@ -115,7 +117,7 @@ export function Timeline({ lives, at, isFile, focus, chosen, line, numCores, emp
   const first = lives.start === Infinity ? now - 1 : lives.start;
   // Of a recording a range lies around the moment that is looked at.
   const to = Math.max(isFile && room !== Infinity ? Math.min(last, now + room / 2) : last, first + 0.01);
-  const from = Math.min(room === Infinity ? first : to - room, to - 0.01);
+  const from = isFile ? Math.min(room === Infinity ? first : to - room, to - 0.01) : Math.min(Math.max(to - room, first), to - SHORTEST);
   const { shown, left } = lives.between(from, to, most, now);
   const byGroup = (group) => shortOf(title(lives.find(group) ?? { group }));
   const { step, digits } = ticksOf(from, to);
@@ -138,7 +140,7 @@ export function Timeline({ lives, at, isFile, focus, chosen, line, numCores, emp
     </div>
     ${!shown.length ? (lives.all.length ? html`<p class="quiet">No request lived in this time.</p>` : empty) : html`
     <div class="lives-box">
-      <div class="life-row axis" aria-hidden="true"><span></span><div class="life-field">${ticks.map((tick) => html`<span style=${{ left: place(zero + tick) }}>${tick.toFixed(digits)} s</span>`)}</div><span></span></div>
+      <div class="life-row axis" aria-hidden="true"><span></span><div class="life-field">${ticks.map((tick) => html`<span style=${{ left: place(zero + tick) }}>${tick.toFixed(digits).replace("-", "−")} s</span>`)}</div><span></span></div>
       <div class="life-row over" aria-hidden="true"><span></span><div class="life-field">
         ${ticks.map((tick) => html`<i style=${{ left: place(zero + tick) }}></i>`)}
         ${at !== null && html`<i class="now" style=${{ left: place(Math.min(Math.max(at, from), to)) }}></i>`}
@@ -180,8 +182,8 @@ export function LifeDetails({ life, lives, steps, onPick, onClose }) {
     ["Computed", prompt === null ? "–" : count(prompt + life.output, "token"), prompt === null ? "not recorded" : `${prompt.toLocaleString()} of prompts, ${life.output.toLocaleString()} of output`],
     ["Found", count(life.found, "token"), life.prompt ? `of ${count(life.prompt, "prompt token")}` : ""],
     ["Block-seconds", !life.mostBlocks ? "–" : life.blockSeconds < 10 ? life.blockSeconds.toFixed(1) : Math.round(life.blockSeconds).toLocaleString(), life.mostBlocks ? `at most ${count(life.mostBlocks, "block")}` : "not recorded"],
-    ["Waited", span(costs.waited), Object.entries(costs.waits).filter(([, s]) => s >= 0.0005).sort((a, b) => b[1] - a[1]).map(([why, s]) => `${span(s)} ${OBSTACLES[why] ?? "for a reason that was not seen"}`).join(", ")],
-    ["Set back", span(costs.away), life.preemptions || life.resumes ? [life.preemptions && `preempted ${life.preemptions} ×, ${count(life.lost, "token")} again`, life.resumes && `resumed on another core`].filter(Boolean).join(", ") : "never"],
+    ["Waited", span(costs.waited), Object.entries(costs.waits).filter(([, s]) => s >= 0.0005).sort((a, b) => b[1] - a[1]).map(([why, s]) => `${span(s)} ${OBSTACLES[why] ?? "between two looks at it"}`).join(", ")],
+    ["Set back", span(costs.away), life.preemptions || life.resumes ? [life.preemptions && `preempted ${life.preemptions} ×${life.lost ? `, ${count(life.lost, "token")} again` : ""}`, life.resumes && `resumed on another core`].filter(Boolean).join(", ") : "never"],
     ["Ran", span(costs.seconds.prompt + costs.seconds.decode), `${span(costs.seconds.prompt)} of prompts, ${span(costs.seconds.decode)} of decoding`],
   ];
   const stepAt = (moment) => steps.findIndex((step) => step.at >= moment);
