@@ -18,7 +18,7 @@ import pytest
 
 from tests.browser.browser import MISSING, Visit, visit
 from tests.browser.chatting import HOSTILE, answered, ask, done, open_settings, sent_by, setting, stats, streamed
-from tests.busy_machine import PATIENCE, eventually
+from tests.busy_machine import PATIENCE, eventually, once_in_three
 from tests.server.running_server import TINY, Running, running
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"NO TEST OF THE PAGE WAS RUN: {MISSING}")
@@ -124,7 +124,7 @@ def test_versions_of_answers_and_questions_are_leafed_through(chat: Visit) -> No
     assert page.locator(".turn.user .number").inner_text() == "1 / 2"
     page.locator(".turn.assistant").get_by_role("button", name="Delete this answer").click()
     page.keyboard.press("Enter")
-    assert page.locator(".turn.assistant .text").inner_text().strip() == "Two." and page.locator(".turn").count() == 4
+    assert answer.first.locator(".text").inner_text().strip() == "Two." and page.locator(".turn").count() == 4
 
 
 def test_markdown_is_shown_and_nothing_in_it_runs(chat: Visit) -> None:
@@ -169,7 +169,7 @@ def test_reasoning_is_folded_and_calls_of_tools_are_answered_with_the_keyboard(c
     )
     ask(chat, "Weather?")
     thoughts = page.locator(".thoughts summary")
-    thoughts.get_by_text(re.compile(r"Thought for \d+")).wait_for()
+    thoughts.get_by_text(re.compile(r"Thought for a moment")).wait_for()
     assert page.get_by_text("I should look.").count() == 0
     thoughts.press("Enter")
     page.get_by_text("I should look.").wait_for()
@@ -392,7 +392,7 @@ def test_the_request_as_code_runs(chat: Visit, site: Running, tmp_path: Path) ->
 
 # --- long and fast --------------------------------------------------------------------------------------------------
 
-#: Eight answers of 4,000 words, a word of each every 12 ms, instead of the server's.
+#: Eight answers of 1,000 words, a word of each every 12 ms, instead of the server's.
 EIGHT_STREAMS = """() => {
     const real = fetch;
     globalThis.fetch = async (address, options) => {
@@ -403,10 +403,10 @@ EIGHT_STREAMS = """() => {
         const body = new ReadableStream({ async pull(out) {
             await new Promise((resolve) => setTimeout(resolve, 12));
             for (let index = 0; index < 8; index++) {
-                const choice = { index, delta: { content: words[(sent + index) % words.length] }, finish_reason: sent > 600 ? "stop" : null };
+                const choice = { index, delta: { content: words[(sent + index) % words.length] }, finish_reason: sent > 1000 ? "stop" : null };
                 out.enqueue(encoder.encode(`data: ${JSON.stringify({ choices: [choice] })}\\n\\n`));
             }
-            if (sent++ > 600) { out.enqueue(encoder.encode("data: [DONE]\\n\\n")); out.close(); }
+            if (sent++ > 1000) { out.enqueue(encoder.encode("data: [DONE]\\n\\n")); out.close(); }
         } });
         return new Response(body, { headers: { "content-type": "text/event-stream" } });
     };
@@ -427,9 +427,21 @@ def test_eight_answers_stream_smoothly_and_what_is_read_does_not_jump(chat: Visi
     ask(chat, "Write much", n="8")
     page.locator(".column").nth(7).locator("li").first.wait_for()
     page.wait_for_timeout(1500)
-    gaps = sorted(page.evaluate(FRAMES))
-    assert gaps[len(gaps) // 2] < 20, "half of all frames come in time"
-    assert sum(gap > 50 for gap in gaps) < len(gaps) / 20, gaps[-10:]
+    client = page.context.new_cdp_session(page)
+    client.send("Performance.enable")
+
+    def spent() -> float:
+        metrics = {one["name"]: one["value"] for one in client.send("Performance.getMetrics")["metrics"]}
+        seconds: float = metrics["ScriptDuration"] + metrics["LayoutDuration"] + metrics["RecalcStyleDuration"]
+        return seconds
+
+    def measure() -> dict[str, bool]:
+        before = spent()
+        gaps = sorted(page.evaluate(FRAMES))
+        cost = (spent() - before) / len(gaps)
+        return {"most frames come in time": gaps[len(gaps) * 3 // 4] < 20, "a frame costs under 8 ms": cost < 0.008}
+
+    once_in_three(measure)
     box = page.locator(".turns-scroll")
     box.evaluate("box => { box.scrollTop = 60; }")
     page.get_by_role("button", name="To the end").wait_for()

@@ -90,7 +90,7 @@ function Thoughts({ answer }) {
   const [open, setOpen] = useState(false);
   const { thoughts, thoughtSeconds, running, text, calls } = answer;
   const runs = running && !text && !calls?.length;
-  const time = thoughtSeconds === undefined ? "" : duration(thoughtSeconds);
+  const time = thoughtSeconds === undefined ? "" : thoughtSeconds < 1 ? "a moment" : duration(thoughtSeconds);
   return html`<details class=${names("fold thoughts", runs && "runs")} open=${open} onToggle=${(event) => setOpen(event.target.open)}>
     <summary>${runs ? `Thinking${time && ` for ${time}`} …` : time ? `Thought for ${time}` : "Thoughts"}</summary>
     ${open && (running ? html`<${GrowingMarkdown} text=${thoughts} />` : html`<${Markdown} text=${thoughts} />`)}

@@ -81,7 +81,7 @@ export function History({ list, current, running, onOpen, onNew, onRemove, onRen
     </div>
     ${all.length > 0 && html`<div class="search"><${Icon} name="search" /><input type="search" aria-label="Search conversations" placeholder="Search" value=${search} onInput=${(event) => setSearch(event.target.value)} /></div>`}
     <div class="history-list">
-      ${!all.length && html`<p class="help">Your conversations appear here. They stay in this browser.</p>`}
+      ${!all.length && html`<p class="help">Your conversations appear here.</p>`}
       ${all.length > 0 && !found.length && html`<p class="help">No conversation has “${search.trim()}” in it.</p>`}
       ${found.map(([title, some]) => html`<section key=${title}><h2>${title}</h2><ul>
         ${some.map((one) => html`<${Entry} key=${one.id} one=${one} isCurrent=${one.id === current.id} isRunning=${running.has(one.id)} onOpen=${onOpen} onRename=${onRename} onRemove=${onRemove} onExport=${() => save([one])} />`)}
@@ -103,7 +103,7 @@ function Entry({ one, isCurrent, isRunning, onOpen, onRename, onRemove, onExport
   useEffect(() => void (name !== null && field.current?.select()), [name === null]);
   if (name !== null) {
     const rename = () => {
-      if (field.current.dataset.left) return; // Escape removes the field, which leaves it
+      if (!field.current || field.current.dataset.left) return; // the field is removed, which leaves it
       onRename(one, name.trim());
       setName(null);
     };

@@ -174,7 +174,7 @@ function applying({ name, byDefault }, model, own, isSpeech) {
   return byDefault === undefined ? null : [byDefault, "the server's"];
 }
 
-const shown = (value) => (typeof value === "object" ? JSON.stringify(value) : typeof value === "boolean" ? (value ? "yes" : "no") : String(value));
+const shown = (value) => (Number.isInteger(value) ? value.toLocaleString("en") : typeof value === "object" ? JSON.stringify(value) : typeof value === "boolean" ? (value ? "yes" : "no") : String(value));
 
 /** `own`: settings that the page has of its own; `system`: the conversation's system prompt. */
 export function Settings({ kind, fields, error, onLoad, options, setOptions, own, model, models, system, onSystem, onModel, children }) {

@@ -23,7 +23,7 @@ export function useAbout(model) {
   return about;
 }
 
-/** Parameters in billions from "134.5M" or "8.0B". */
+/** Parameters in billions: 0.1345 of "134.5M". */
 function billions(size) {
   const [, number, unit] = /^([\d.]+)([BMK])$/.exec(size ?? "") ?? [];
   return unit ? Number(number) * { B: 1, M: 1e-3, K: 1e-6 }[unit] : 0;

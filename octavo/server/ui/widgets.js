@@ -131,7 +131,7 @@ export function Drawer({ title, label = title, onClose, children, actions }) {
 export function Menu({ label, icon = "more", small = true, actions, class: more }) {
   const [isOpen, setOpen] = useState(false);
   const box = useRef();
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!isOpen) return undefined;
     const items = () => [...box.current.querySelectorAll("[role=menuitem]")];
     items()[0]?.focus();
