@@ -4,7 +4,8 @@
 
 A server with too few blocks for its requests is followed as its page follows it (``/engine/events``). Chats that begin
 alike arrive; some have two answers. When requests of both kinds have been preempted and swapped ones come back, the
-engine core is killed: the server starts another, and all answers go on. The script fails if the recording lacks any of this.
+engine core is killed: the server starts another, and all answers go on. The script fails if the recording lacks any of
+this.
 """
 
 from __future__ import annotations
