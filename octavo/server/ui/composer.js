@@ -26,7 +26,7 @@ export function Composer({ kind, kinds, model, running, begun, onKind, onSend, o
     // On a screen that is touched, the keyboard would cover the page.
     if (matchMedia("(hover: hover)").matches && (document.activeElement === document.body || !document.activeElement)) focus();
   }, []);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!begun) return;
     setText(begun.text);
     focus();
