@@ -110,7 +110,7 @@ def test_a_recording_is_shown_by_the_same_page(browser: Any, tmp_path: Path) -> 
     assert main(["simulate", *flags]) == 0
     with showing(browser, path) as shown:
         page = shown.page
-        page.get_by_role("status").get_by_text("simulated").wait_for()
+        page.locator(".engine-status").get_by_text("simulated").wait_for()
         page.get_by_label("Step", exact=True).fill("40")
         page.locator(".map canvas").first.wait_for()
         assert page.locator(".queue table").count() >= 1
@@ -118,8 +118,8 @@ def test_a_recording_is_shown_by_the_same_page(browser: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_blocks_are_drawn_in_aggregate(browser: Any, tmp_path: Path) -> None:
-    manager = BlockManager(100_000, 16)
+def test_three_hundred_thousand_blocks_are_drawn_in_aggregate(browser: Any, tmp_path: Path) -> None:
+    manager = BlockManager(300_000, 16)
     for seq in range(50):
         manager.grow([(seq, 0, 16 * 1000)])
     view = EngineView(0, 1.0, 512, 64, SchedulerState(), block_maps(manager, []), [], [step_record(1)], [], 0, 0)
@@ -127,10 +127,10 @@ def test_a_hundred_thousand_blocks_are_drawn_in_aggregate(browser: Any, tmp_path
     write_recording(path, "large", [EngineEvent(1.0, [], [view])])
     assert path.stat().st_size < 60_000
     with showing(browser, path) as shown:
-        shown.page.get_by_text("100,000 blocks of 16 tokens: 50,000 blocks used, 0 cached, 50000 free.").wait_for()
+        shown.page.get_by_text("300,000 blocks of 16 tokens: 50,000 blocks used, 0 cached, 250,000 free.").wait_for()
         map_ = shown.page.locator(".map canvas").first
         map_.hover(position={"x": 2, "y": 2})
-        assert shown.page.locator(".tip").inner_text() == "Blocks 0 to 48: 49 used"
+        assert shown.page.locator(".map .tip").inner_text() == "Blocks 0 to 146: 147 used"
 
 
 def step_record(number: int) -> StepRecord:
@@ -138,13 +138,13 @@ def step_record(number: int) -> StepRecord:
 
 
 @contextlib.contextmanager
-def showing(browser: Any, path: Path) -> Iterator[Visit]:
+def showing(browser: Any, path: Path, **options: Any) -> Iterator[Visit]:
     """The page over a recording, as ``octavo view`` serves it."""
     server = make_server(path.read_bytes())
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        with visit(browser, f"http://127.0.0.1:{server.server_address[1]}") as shown:
+        with visit(browser, f"http://127.0.0.1:{server.server_address[1]}", **options) as shown:
             yield shown
     finally:
         server.shutdown()
