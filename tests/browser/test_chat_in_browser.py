@@ -1,4 +1,4 @@
-"""The playground in a real browser: it streams, stops, branches, keeps conversations, and shows whose each setting is."""
+"""The playground in a real browser: streams, branches, conversations, settings and whose they are."""
 
 from __future__ import annotations
 
@@ -160,13 +160,8 @@ def test_an_answer_that_is_json_is_shown_as_code(chat: Visit) -> None:
 def test_reasoning_is_folded_and_calls_of_tools_are_answered_with_the_keyboard(chat: Visit) -> None:
     page = chat.page
     calls = [{"index": i, "id": f"call{i}", "function": WEATHER} for i in range(2)]
-    streamed(
-        chat,
-        {"reasoning_content": "I should "},
-        {"reasoning_content": "look."},
-        {"tool_calls": calls},
-        finish="tool_calls",
-    )
+    thought = [{"reasoning_content": part} for part in ("I should ", "look.")]
+    streamed(chat, *thought, {"tool_calls": calls}, finish="tool_calls")
     ask(chat, "Weather?")
     thoughts = page.locator(".thoughts summary")
     thoughts.get_by_text(re.compile(r"Thought for a moment")).wait_for()
@@ -282,9 +277,8 @@ def test_conversations_are_searched_renamed_exported_and_imported(chat: Visit, t
     page.get_by_role("button", name="Water", exact=True).click()
     assert page.locator(".answer .text").inner_text().strip() == "About whales."
     other = tmp_path / "messages.json"
-    other.write_text(
-        json.dumps([{"role": "user", "content": "From elsewhere"}, {"role": "assistant", "content": "Yes"}])
-    )
+    turns = [{"role": "user", "content": "From elsewhere"}, {"role": "assistant", "content": "Yes"}]
+    other.write_text(json.dumps(turns))
     page.get_by_label("Import conversations").set_input_files(other)
     page.get_by_role("button", name="From elsewhere", exact=True).wait_for()
     other.write_text("{}")
@@ -403,10 +397,13 @@ EIGHT_STREAMS = """() => {
         const body = new ReadableStream({ async pull(out) {
             await new Promise((resolve) => setTimeout(resolve, 12));
             for (let index = 0; index < 8; index++) {
-                const choice = { index, delta: { content: words[(sent + index) % words.length] }, finish_reason: sent > 1000 ? "stop" : null };
+                const finish_reason = sent > 1000 ? "stop" : null;
+                const choice = { index, delta: { content: words[(sent + index) % words.length] }, finish_reason };
                 out.enqueue(encoder.encode(`data: ${JSON.stringify({ choices: [choice] })}\\n\\n`));
             }
-            if (sent++ > 1000) { out.enqueue(encoder.encode("data: [DONE]\\n\\n")); out.close(); }
+            if (sent++ <= 1000) return;
+            out.enqueue(encoder.encode("data: [DONE]\\n\\n"));
+            out.close();
         } });
         return new Response(body, { headers: { "content-type": "text/event-stream" } });
     };
@@ -414,7 +411,11 @@ EIGHT_STREAMS = """() => {
 #: Milliseconds between frames for three seconds.
 FRAMES = """() => new Promise((resolve) => {
     const gaps = []; const begin = performance.now(); let last = begin;
-    const frame = (now) => { gaps.push(now - last); last = now; now - begin < 3000 ? requestAnimationFrame(frame) : resolve(gaps.slice(1)); };
+    const frame = (now) => {
+        gaps.push(now - last);
+        last = now;
+        now - begin < 3000 ? requestAnimationFrame(frame) : resolve(gaps.slice(1));
+    };
     requestAnimationFrame(frame);
 })"""
 

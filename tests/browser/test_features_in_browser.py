@@ -102,12 +102,12 @@ def test_a_schema_and_a_tool_bind_the_answer(shown: Visit) -> None:
     assert page.locator(".answer .text").inner_text().strip() == '"yes"'
     page.get_by_label("JSON schema").fill("")
     page.get_by_label("Tools", exact=True).fill(json.dumps(TOOLS))
-    page.locator("#setting-tool_choice").fill("required")
+    page.locator("#setting-tool_choice").select_option("required")
     page.locator("#setting-max_tokens").fill("60")
     page.get_by_role("button", name="New", exact=True).click()
     ask(shown, "Weather?")
     page.get_by_label("Call of the tool weather").first.wait_for()
-    page.locator("#setting-tool_choice").fill("none")
+    page.locator("#setting-tool_choice").select_option("none")
     results = page.get_by_label("Result of weather")
     for field in results.all():
         field.fill("sunny")

@@ -263,7 +263,7 @@ def test_a_recording_becomes_text_and_subtitles(hears: Visit, tmp_path: Path) ->
 @pytest.mark.slow
 def test_what_is_spoken_becomes_text(hears: Visit) -> None:
     page = hears.page
-    page.get_by_role("button", name="Record").click()
+    page.get_by_role("button", name="Record", exact=True).click()
     page.get_by_role("button", name=re.compile(r"Stop recording \(3 s\)")).click()
     assert re.search(r"[a-z]{3}", transcribed(hears))
 

@@ -173,15 +173,11 @@ def test_axe_finds_nothing(browser: Any, site: Running, colors: str) -> None:
         assert shown.violations() == []
 
 
-@pytest.mark.parametrize(
-    "width",
-    [
-        pytest.param(1440, marks=pytest.mark.slow),
-        pytest.param(768, marks=pytest.mark.slow),
-        360,
-        pytest.param(320, marks=pytest.mark.slow),
-    ],
-)
+#: A wide screen, a tablet, a phone, and a window of 1,280 pixels at 400 %.
+WIDTHS = [*(pytest.param(width, marks=pytest.mark.slow) for width in (1440, 768, 320)), 360]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_fits_and_the_chat_comes_first(browser: Any, site: Running, width: int) -> None:
     with visit(browser, site.url, viewport={"width": width, "height": 740}) as shown:
         page = shown.page

@@ -26,7 +26,7 @@ export function Composer({ kind, kinds, model, running, begun, onKind, onSend, o
     // On a screen that is touched, the keyboard would cover the page.
     if (matchMedia("(hover: hover)").matches && (document.activeElement === document.body || !document.activeElement)) focus();
   }, []);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!begun) return;
     setText(begun.text);
     focus();
@@ -88,7 +88,7 @@ export function Composer({ kind, kinds, model, running, begun, onKind, onSend, o
           <textarea id="question" ref=${field} rows=${kind === "chat" ? 1 : 4} value=${text} placeholder=${HINTS[kind]} aria-describedby="question-keys" onKeyDown=${onKey} onInput=${(event) => setText(event.target.value)}></textarea>`}
       <div class="composer-row">
         ${takes.length > 0 && html`<label class="icon-button attach tip-up tip-right" data-tip=${`Add ${listed(takes.map((one) => SORTS[one]))}`}><${Icon} name="attach" /><input type="file" aria-label=${`Add ${listed(takes.map((one) => SORTS[one]))}`} multiple=${!isSpeech} accept=${takes.map((one) => ACCEPT[one]).join(",")} onChange=${onChoose} /></label>`}
-        ${kinds.length > 1 && html`<label class="kind"><span class="hidden">Kind of request</span><select value=${kind} onChange=${(event) => onKind(event.target.value)}>${kinds.map((one) => html`<option value=${one}>${KINDS[one].label}</option>`)}</select></label>`}
+        ${kinds.length > 1 && html`<span class="kind"><select aria-label="Kind of request" value=${kind} onChange=${(event) => onKind(event.target.value)}>${kinds.map((one) => html`<option value=${one}>${KINDS[one].label}</option>`)}</select></span>`}
         <span class="keys" id="question-keys">${kind === "chat" ? "Enter sends, Shift+Enter begins a line" : ""}</span>
         ${isSpeech && canRecord() && html`<${Record} onFile=${(file) => add([file])} onProblem=${setProblem} />`}
         ${running

@@ -72,7 +72,7 @@ const MANY = (model) => (model.parent ? `${model.id} (adapter)` : model.loaded =
 /** The model that is asked; one alone is only named. */
 function Model({ models, model, onModel }) {
   if (models.length < 2) return html`<span class="model cut" title=${model.id}>${model.id}</span>`;
-  return html`<label class="model choose-model"><span class="hidden">Model</span><select value=${model.id} onChange=${(event) => onModel(event.target.value)}>${models.map((one) => html`<option value=${one.id}>${MANY(one)}</option>`)}</select></label>`;
+  return html`<span class="model choose-model"><select aria-label="Model" value=${model.id} onChange=${(event) => onModel(event.target.value)}>${models.map((one) => html`<option value=${one.id}>${MANY(one)}</option>`)}</select></span>`;
 }
 
 function AskKey({ why }) {

@@ -8,7 +8,7 @@ import { emptyAnswer, generate, joined, setGrowing } from "./generation.js";
 import { History, useHistory } from "./history.js";
 import { bodyOf, KINDS, kindsOf, ownSettings, settingsOf } from "./requests.js";
 import { Samples } from "./samples.js";
-import { readTyped, Settings, useFields, useOptions } from "./settings.js";
+import { EXAMPLE_TOOL, readTyped, Settings, useFields, useOptions } from "./settings.js";
 import { Turn } from "./turns.js";
 import { useAbout, Welcome } from "./welcome.js";
 import { Drawer, Icon, useDialog, useMedia } from "./widgets.js";
@@ -128,8 +128,9 @@ export function Playground({ models, model, onModel, panels, setPanels }) {
     setCurrent(latest.current);
   };
   const rename = (conversation, title) => (conversation.id === current.id ? update(current.id, (now) => ({ ...now, title })) : history.change(conversation.id, (now) => ({ ...now, title })));
-  const takeExample = ({ text, attach }) => {
+  const takeExample = ({ text, attach, tool }) => {
     setBegun({ text });
+    if (tool && !options.tools.trim()) setOptions({ tools: EXAMPLE_TOOL });
     if (attach) document.querySelector(".composer input[type=file]")?.click();
   };
 
@@ -143,6 +144,7 @@ export function Playground({ models, model, onModel, panels, setPanels }) {
     <div class="talk">
       <${Conversation} conversation=${current} path=${path} busy=${running || !isServed} running=${running} actions=${actions}>
         ${!current.nodes.length && isServed && html`<${Welcome} kind=${current.kind} model=${model} about=${about} onExample=${takeExample} sample=${(text) => request(current, text ? [{ role: "user", content: text, files: [] }] : [])} />`}
+        ${current.kind === "chat" && current.system.trim() && current.nodes.length > 0 && html`<button type="button" class="system-line cut" title=${current.system} onClick=${() => setPanels({ settings: true })}>System prompt: ${current.system}</button>`}
         ${model && !isServed && current.nodes.length === 0 && !kinds.length && html`<p class="note" role="status">This model does not generate text: it can ${model.tasks.join(", ")}. Call it from your program, or watch it under Engine.</p>`}
       </${Conversation}>
       <div class="foot">

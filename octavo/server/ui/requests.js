@@ -56,13 +56,13 @@ function messageOf({ text, calls }) {
   return message;
 }
 
-/** Tokens after which a chat's answer ends unless somebody asks for more: a model that repeats itself fills its context. */
-const MOST_TOKENS = 1024;
+/** Tokens after which an answer ends unless somebody asks for more: a model that repeats itself fills its context. */
+const MOST_TOKENS = { chat: 1024, completion: 256 };
 
 /** Settings that the page has of its own, by name, shown where nothing else is typed; none where the model has one. */
 export function ownSettings(kind, model) {
-  if (kind !== "chat" || !model?.max_model_len || model.default_sampling_params?.max_tokens) return {};
-  return { max_tokens: Math.min(MOST_TOKENS, Math.floor(model.max_model_len / 2)) };
+  if (KINDS[kind].takes || !model?.max_model_len || model.default_sampling_params?.max_tokens) return {};
+  return { max_tokens: Math.min(MOST_TOKENS[kind], Math.floor(model.max_model_len / 2)) };
 }
 
 /** The settings of a request: those that were typed, and the page's own; one that was emptied is left to the model. */

@@ -13,7 +13,7 @@ const TITLES = {
   seed: ["Seed", "With a number, the same question gets the same answer every time."],
   top_k: ["Top-k", "Draws from this many of the likeliest words. 0: from all."],
   min_p: ["Min-p", "Leaves out words less likely than this share of the likeliest. 0: none.", [0, 1, 0.01]],
-  n: ["Answers at once", "So many answers to each question, side by side."],
+  n: ["Answers at once", "This many answers to each question, side by side."],
   best_of: ["Best of", "Writes this many answers and keeps the likeliest."],
   stop: ["Stop texts", "The answer ends before one of them; one a line."],
   min_tokens: ["Shortest answer", "In tokens: before, the model cannot end."],
@@ -25,8 +25,8 @@ const TITLES = {
   bad_words: ["Forbidden words", "A list: they are never written."],
   allowed_token_ids: ["Allowed tokens"], stop_token_ids: ["Stop tokens"], include_stop_str_in_output: ["Keep the stop text"], skip_special_tokens: ["Hide special tokens"],
   use_beam_search: ["Beam search", "Looks for the likeliest whole answer."], length_penalty: ["Length penalty", "Of beam search: above 0 favours long answers."], early_stopping: ["Early stopping"],
-  tool_choice: ["Use of tools", "none, auto, required, or the name of a tool."], parallel_tool_calls: ["Several calls at once"], parse_tool_calls: ["Read calls"],
-  enable_thinking: ["Reasoning", "On or off, for models that can do both."], reasoning_effort: ["Effort of reasoning", "low, medium or high, for models that know it; none: off."], thinking_token_budget: ["Longest reasoning", "In tokens; -1: no limit."],
+  tool_choice: ["Use of tools", "auto: the model decides; required: it calls one."], parallel_tool_calls: ["Several calls at once"], parse_tool_calls: ["Read calls"],
+  enable_thinking: ["Reasoning", "On or off, for models that can do both."], reasoning_effort: ["Effort of reasoning", "For models that know it; none: off."], thinking_token_budget: ["Longest reasoning", "In tokens; -1: no limit."],
   include_reasoning: ["Show reasoning"], separate_reasoning: ["Reasoning apart"], priority: ["Priority", "Lower runs first, if the server's policy has priorities."], ttft_target: ["First word within", "Seconds; of the deadline policy."], tpot_target: ["Time for each token", "Seconds; of the deadline policy."],
   language: ["Language", "Of the recording: a code or a name. Empty: found out."], response_format: ["Form", "Plain text comes while it is written; others come whole."], prompt: ["Text before", "Sets the style, and how names are written."], hotwords: ["Words to expect"],
   truncate_prompt_tokens: ["Cut long prompts", "Keeps this many tokens; -1: as many as fit."], truncation_side: ["Cut at the"],
@@ -35,7 +35,7 @@ const FIRST = { chat: ["temperature", "top_p", "max_tokens", "seed"], speech: ["
 const GROUPS = {
   Sampling: ["top_k", "min_p", "n", "best_of", "logit_bias", "bad_words", "allowed_token_ids", "use_beam_search", "length_penalty", "early_stopping"],
   Penalties: ["repetition_penalty", "presence_penalty", "frequency_penalty"],
-  Form: ["stop", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"],
+  "Form of the answer": ["stop", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"],
   Tools: ["tool_choice", "parallel_tool_calls", "parse_tool_calls"],
   Reasoning: ["enable_thinking", "reasoning_effort", "thinking_token_budget", "include_reasoning", "separate_reasoning"],
   Drafts: [],
@@ -51,6 +51,8 @@ const OTHERS = new Set([
 ]);
 /** Of these kinds they are settings all the same. */
 const OF_SPEECH = new Set(["prompt", "response_format"]);
+/** What fields of texts take that have few values. */
+const CHOICES = { tool_choice: ["auto", "required", "none"], reasoning_effort: ["none", "low", "medium", "high"] };
 /** How descriptions of fields begin that are other names of other fields, or do nothing. */
 const ALIAS = /^(Another name|Other names|The same as|Former name|Accepted, without effect|As [a-z_]+[.(])/;
 
@@ -65,7 +67,7 @@ async function fieldsOf(kind) {
     const isSpeech = Boolean(KINDS[kind].takes);
     return Object.entries(resolved(schema, components.schemas).properties).flatMap(([name, property]) => {
       const isOther = (OTHERS.has(name) && !(isSpeech && OF_SPEECH.has(name))) || !property.description || ALIAS.test(property.description);
-      const field = !isOther && control(property, components.schemas);
+      const field = !isOther && (CHOICES[name] ? { type: "choice", choices: CHOICES[name] } : control(property, components.schemas));
       return field ? [{ name, help: property.description, byDefault: property["x-default"], ...field }] : [];
     });
   } catch (error) {
@@ -196,7 +198,7 @@ export function Settings({ kind, fields, error, onLoad, options, setOptions, own
   const groups = isSpeech ? { More: fields.map((field) => field.name).filter((name) => !first.includes(name)) } : { ...GROUPS, More: fields.map((field) => field.name).filter((name) => !placed.has(name)).sort() };
   const adapters = (models ?? []).filter((other) => other.parent && other.parent === (model?.parent ?? model?.id));
   const extra = {
-    Form: [!isSpeech && html`<${Schema} options=${options} setOptions=${setOptions} />`, options.schema.trim()],
+    "Form of the answer": [!isSpeech && html`<${Schema} options=${options} setOptions=${setOptions} />`, options.schema.trim()],
     Tools: [kind === "chat" && html`<${Tools} options=${options} setOptions=${setOptions} />`, options.tools.trim()],
     Drafts: [kind === "chat" && html`<${Prediction} options=${options} setOptions=${setOptions} />`, options.prediction.trim()],
     Adapters: [!isSpeech && adapters.length > 0 && html`<${Adapter} model=${model} adapters=${adapters} onModel=${onModel} />`, model?.parent],

@@ -33,7 +33,10 @@ function billions(size) {
 function examplesFor(kind, model, about) {
   if (kind === "completion") return ["Once upon a time, in a village by the sea,", "The three largest cities of France are", "def fibonacci(n):\n    "];
   if (billions(about?.size) < 1.2) return ["What is the capital of France?", "Give the plural of mouse.", "Write one sentence about the sea."];
-  const own = model.input_modalities.includes("image") ? [{ text: "What is in this picture?", attach: true }] : [];
+  const own = [
+    ...(model.input_modalities.includes("image") ? [{ text: "What is in this picture?", attach: true }] : []),
+    ...(about.abilities.includes("tools") ? [{ text: "What is the weather in Paris? Use the tool.", tool: true }] : []),
+  ];
   return [...own, "Explain in three sentences how a bicycle stays upright.", "Compare tea and coffee in a table: caffeine, taste, and when to drink them.", "Write a Python function that finds palindromes in a text, with a test."].slice(0, 3);
 }
 
@@ -55,7 +58,7 @@ function factsOf(model, about) {
 
 const TITLES = { chat: "What shall we talk about?", completion: "Begin a text", transcription: "What is said becomes text", translation: "What is said becomes English text" };
 
-/** `onExample`: takes { text, attach }; `sample`: gives the request that a program would send. */
+/** `onExample`: takes { text, attach: a file goes with it, tool: it needs one }; `sample`: gives the request that a program would send. */
 export function Welcome({ kind, model, about, onExample, sample }) {
   const [isOpen, setOpen] = useState(false);
   const examples = KINDS[kind].takes ? [] : examplesFor(kind, model, about);
@@ -63,8 +66,8 @@ export function Welcome({ kind, model, about, onExample, sample }) {
     <h2>${TITLES[kind]}</h2>
     <p class="model-facts"><strong>${model.id}</strong>${factsOf(model, about).map((fact) => html`<span class="badge">${fact}</span>`)}</p>
     ${examples.length > 0 && html`<ul class="examples" aria-label="Examples">${examples.map((one) => {
-      const { text, attach } = typeof one === "string" ? { text: one } : one;
-      return html`<li><button type="button" class="example" onClick=${() => onExample({ text, attach })}><span>${text.trim()}</span><${Icon} name=${attach ? "attach" : "arrow_up"} /></button></li>`;
+      const example = typeof one === "string" ? { text: one } : one;
+      return html`<li><button type="button" class="example" onClick=${() => onExample(example)}><span>${example.text.trim()}</span><${Icon} name=${example.attach ? "attach" : example.tool ? "tool" : "arrow_up"} /></button></li>`;
     })}</ul>`}
     <details class="fold call-it" open=${isOpen} onToggle=${(event) => setOpen(event.target.open)}><summary>Call it from your program</summary>${isOpen && html`<${Samples} kind=${kind} make=${() => sample(examples[0]?.text ?? examples[0])} />`}</details>
     <p class="help center">Conversations stay in this browser.</p>

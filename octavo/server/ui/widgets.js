@@ -162,7 +162,7 @@ export function Menu({ label, icon = "more", small = true, actions, class: more 
     act();
   };
   return html`<div class=${names("menu-box", more)} ref=${box}>
-    <${IconButton} icon=${icon} label=${label} small=${small} tip=${isOpen ? undefined : label} side="left" aria-haspopup="menu" aria-expanded=${isOpen ? "true" : "false"} onClick=${() => setOpen(!isOpen)} />
+    <${IconButton} icon=${icon} label=${label} small=${small} tip=${isOpen ? null : "Actions"} side="left" aria-haspopup="menu" aria-expanded=${isOpen ? "true" : "false"} onClick=${() => setOpen(!isOpen)} />
     ${isOpen && html`<div class="menu" role="menu" aria-label=${label}>${actions.filter(Boolean).map((one) => html`<button type="button" role="menuitem" class=${names(one.danger && "danger")} onClick=${() => choose(one.act)}><${Icon} name=${one.icon} />${one.label}</button>`)}</div>`}
   </div>`;
 }
