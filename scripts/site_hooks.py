@@ -1,7 +1,8 @@
 """Hooks of mkdocs: pages from the root of the repository, files that pages name there, and pages made from the code.
 
 Pages are written to be read in the repository, too: their links lead there. ``../CHANGELOG.md`` becomes a page of the
-site, and any other file of the repository one beside the pages; a link to one that does not exist breaks the build.
+site, and any other file of the repository one beside the pages; a link to one that does not exist breaks the build. A
+link to a recording of an engine opens it in the server's own page, a copy of which is part of the site.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 #: Pages at the root of the repository.
 ROOT_PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 _UP = re.compile(r"(\]\()\.\./([^)#\s]+)")
+_RECORDING = re.compile(r"(\]\()recordings/(\w+)\.jsonl\)")
+#: The files of the server's page.
+UI = ROOT / "octavo" / "server" / "ui"
 
 
 def on_config(config: Any) -> Any:
@@ -52,6 +56,8 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, name, content=text))
     for name, text in _made_pages().items():
         files.append(File.generated(config, name, content=text))
+    for name, content in _replays(Path(config["docs_dir"]) / "recordings"):
+        files.append(File.generated(config, f"replay/{name}", content=content))
     linked = {
         path for page in Path(config["docs_dir"]).glob("*.md") for _, path in _UP.findall(page.read_text("utf-8"))
     }
@@ -61,6 +67,19 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def _replays(recordings: Path) -> Iterator[tuple[str, bytes]]:
+    """The server's page over each recording, and its files, by name."""
+    for path in sorted(UI.rglob("*")):
+        if path.is_file() and path.name != "index.html":
+            # Addresses at the root of a server are relative to the page here.
+            content = path.read_bytes().replace(b'"/ui/', b'"ui/').replace(b'href="/"', b'href="../index.html"')
+            yield f"ui/{path.relative_to(UI).as_posix()}", content
+    page = (UI / "index.html").read_text("utf-8").replace('="/ui/', '="ui/')
+    for path in sorted(recordings.glob("*.jsonl")):
+        mode = f'content="recording" data-recording="../recordings/{path.name}"'
+        yield f"{path.stem}.html", page.replace('content="live"', mode).encode()
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page with links to the root of the repository as links within the site."""
-    return _UP.sub(r"\1\2", markdown)
+    """The page with links to the root of the repository, and to recordings, as links within the site."""
+    return _RECORDING.sub(r"\1replay/\2.html)", _UP.sub(r"\1\2", markdown))

@@ -698,8 +698,7 @@ def _import_beside(module: str, after: float = 0.0) -> None:
 def talk(conversation: Conversation, history: HistoryFile | None) -> None:
     """Answers the messages from the keyboard or a pipe, up to their end or ``/exit``."""
     if sys.stdin.isatty():
-        notice(f"{conversation.model}: {settings_text(conversation.params)}")
-        notice("type a question; /help shows commands")
+        notice(f"{conversation.model}: type a question and press Enter; /help shows commands, Ctrl-D leaves")
         if conversation.display is markdown_display:
             _import_beside("octavo.cli.chat_terminal", after=0.3)  # while the first question is typed
     for typed in typed_messages(history, completions):

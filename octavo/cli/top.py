@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from rich.text import Text
 from octavo.cli.parsing import EXIT_FAILED, Arguments, Parser
 from octavo.core.errors import ConfigError
 from octavo.core.stats import (
+    MAX_GROUPS,
     BlockMap,
     BlockState,
     Change,
@@ -49,7 +50,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="octavo top",
         usage="octavo top [options] [URL]",
-        description="Shows the blocks, queues and steps of a server's engine as text, live.",
+        description="Shows the blocks, queues, steps and lives of requests of a server's engine as text, live.",
         epilog=EXAMPLE,
     )
     parser.add_argument(
@@ -131,13 +132,39 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _MAP_LINES, _GROUPS, _CHANGES, _ADAPTERS = 6, 12, 6, 8
 #: Columns of a terminal with room for whole request ids, and characters of an id in a narrower one.
 _WIDE, _SHORT = 140, 20
+#: Events of a life that are kept, and columns of a terminal in which lives are shown.
+_LIFE, _LIFE_FROM = 60, 70
+#: What a request waits for, by ``GroupRow.waits_for``.
+_OBSTACLES = {
+    "blocks": "for blocks",
+    "sequences": "for a place",
+    "prompts": "for other prompts",
+    "step": "for its turn",
+    "store": "for its prefix",
+    "lora": "for its adapter",
+    "prompt_adapter": "for its adapter",
+    "grammar": "for its grammar",
+    "image": "for its images",
+    "encoder_input": "for its input",
+}
+#: By what a request does: its mark in the strip of its life, and the colour.
+_MARKS = {
+    "waiting": ("·", "bright_black"),
+    "fetching": ("~", "cyan"),
+    "prompt": ("▒", "yellow"),
+    "decoding": ("█", "blue"),
+    "preempted": ("x", "red"),
+    "swapped": ("▁", "magenta"),
+}
 
 
 class StepHistory:
-    """The last steps and changes of each replica."""
+    """The last steps and changes of each replica, and the lives of its requests."""
 
     def __init__(self) -> None:
         self.steps: dict[int, deque[StepRecord]] = {}
+        #: By group: what it did at each of the last events. A request keeps its group at another core.
+        self.lives: dict[int, deque[str]] = {}
         #: Changes, each with the request ids of its view.
         self.changes: dict[int, deque[tuple[Change, dict[int, str]]]] = {}
 
@@ -149,6 +176,29 @@ class StepHistory:
             self.changes.setdefault(view.replica, deque(maxlen=_CHANGES)).extend(
                 (change, view.request_ids) for change in view.changes
             )
+            self._add_lives(view)
+
+    def _add_lives(self, view: EngineView) -> None:
+        set_back = {life.group_id for life in view.lives if life.kind in ("recompute", "swap")}
+        for row in view.groups:
+            life = self.lives.setdefault(row.group_id, deque(maxlen=_LIFE))
+            life.append("preempted" if row.group_id in set_back else _does(row))
+        for life_event in view.lives:
+            if life_event.kind == "end":
+                self.lives.pop(life_event.group_id, None)
+        while len(self.lives) > 4 * MAX_GROUPS:  # their ends were not seen
+            del self.lives[next(iter(self.lives))]
+
+
+def _does(row: GroupRow) -> str:
+    if row.status == "running":
+        is_computed = row.computed_tokens >= row.prompt_tokens + row.output_tokens - row.num_seqs
+        return "decoding" if is_computed and row.computed_tokens else "prompt"
+    if row.status == "swapped":
+        return "swapped"
+    if row.recomputes and not row.is_resumed:
+        return "preempted"
+    return "waiting" if row.waits_for in ("", "blocks", "sequences", "prompts", "step") else "fetching"
 
 
 def render(event: EngineEvent, history: StepHistory, width: int) -> RenderableType:
@@ -164,7 +214,7 @@ def render(event: EngineEvent, history: StepHistory, width: int) -> RenderableTy
             if not blocks.on_host or blocks.counts[BlockState.FREE] < blocks.num_blocks:
                 parts.append(_map(blocks, width))
         parts += [_sparks("tokens ", [s.prefill_tokens + s.decode_tokens for s in steps], width)]
-        parts += [_sparks("ms     ", [1e3 * s.seconds for s in steps], width), _queues(view, width)]
+        parts += [_sparks("ms     ", [1e3 * s.seconds for s in steps], width), _queues(view, history, width)]
         parts += [Text(_adapters(view))] if view.adapters else []
         parts += [Text(_store(tier), style="red" if tier.trouble else "") for tier in _tiers(view)]
         changes = history.changes.get(view.replica, ())
@@ -178,7 +228,7 @@ def _headline(view: EngineView, steps: deque[StepRecord]) -> Text:
     words = [
         f"replica {view.replica}",
         f"step {state.steps}",
-        f"{state.num_running} running, {state.num_waiting} waiting, {state.num_swapped} swapped",
+        f"{state.num_running} running, {state.num_waiting} waiting{_obstacle(view)}, {state.num_swapped} swapped",
         f"{_rate(steps):.1f} output tokens/s",
         f"KV cache {state.kv_cache_usage:.0%}",
         f"prefix hits {hits}",
@@ -189,6 +239,13 @@ def _headline(view: EngineView, steps: deque[StepRecord]) -> Text:
     if state.adapters is not None:
         words.append(f"adapters in slots {state.adapters.in_slots}")
     return Text(" · ".join(words), style="bold")
+
+
+def _obstacle(view: EngineView) -> str:
+    """What most of the waiting requests wait for."""
+    reasons = Counter(row.waits_for for row in view.groups if row.status == "waiting")
+    [(reason, _)] = reasons.most_common(1) or [("", 0)]
+    return f" {_OBSTACLES[reason]}" if reason in _OBSTACLES else ""
 
 
 def _rate(steps: deque[StepRecord], seconds: float = 5.0) -> float:
@@ -206,12 +263,19 @@ def _map(shown: BlockMap, width: int) -> Text:
         states = [BlockState(i) for counts in shown.bins for i, count in enumerate(counts) for _ in range(count)]
     else:
         states = [BlockState(run.state) for run in shown.runs for _ in range(run.count)]
-    cells = max(1, width) * _MAP_LINES
+    cells, left_out = max(1, width) * _MAP_LINES, ""
+    if shown.runs and len(states) > cells:  # few used blocks would be lost among the free ones
+        states, left_out = [state for state in states if state is not BlockState.FREE], ", free ones are not drawn"
     each = max(1, -(-len(states) // cells))
     where = "host" if shown.on_host else "device" if not shown.group else f"device, KV group {shown.group}"
     counts = ", ".join(f"{count} {BlockState(i).name.lower()}" for i, count in enumerate(shown.counts) if count)
     blocks = "recurrent states" if shown.has_states else "blocks"
-    text = Text(f"{where}: {shown.num_blocks} {blocks}: {counts}" + (f" (a cell is {each})" if each > 1 else "") + "\n")
+    text = Text(
+        f"{where}: {shown.num_blocks} {blocks}: {counts}"
+        + (f" (a cell is {each})" if each > 1 else "")
+        + left_out
+        + "\n"
+    )
     for start in range(0, len(states), each):
         part = states[start : start + each]
         state = max(set(part), key=lambda one: (part.count(one), one))
@@ -232,17 +296,37 @@ def _name(group_id: int, ids: dict[int, str], width: int) -> str:
     return name if width >= _WIDE or len(name) <= _SHORT else f"{name[:13]}…{name[-6:]}"
 
 
-def _queues(view: EngineView, width: int) -> RenderableType:
+def _queues(view: EngineView, history: StepHistory, width: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("request", "state", "prompt", "output", "computed", "age", "preempted"):
-        table.add_column(title, justify="left" if title in ("state", "preempted") else "right")
+    shows_lives = width >= _LIFE_FROM
+    for title in ("request", "state", *(["life"] if shows_lives else []), "prompt", "output", "computed", "age"):
+        table.add_column(title, justify="left" if title in ("state", "life") else "right", no_wrap=title == "life")
+    table.add_column("preempted")
+    length = min(_LIFE, max(8, (width - 60) // 3))
     for row in view.groups[:_GROUPS]:
         name = _name(row.group_id, view.request_ids, width) + (f" x {row.num_seqs}" if row.num_seqs > 1 else "")
-        state = "fetching its prefix" if row.is_fetching else row.status
+        state = (
+            "fetching its prefix" if row.is_fetching else f"{row.status} {_OBSTACLES.get(row.waits_for, '')}".strip()
+        )
+        life = [_life(history.lives.get(row.group_id, ()), length)] if shows_lives else []
         counts = (str(count) for count in (row.prompt_tokens, row.output_tokens, row.computed_tokens))
-        table.add_row(name, state, *counts, f"{row.age:.1f} s", _preempted(row, view.request_ids, width))
+        table.add_row(name, state, *life, *counts, f"{row.age:.1f} s", _preempted(row, view.request_ids, width))
     left = len(view.groups) - _GROUPS
-    return Group(table, Text(f"and {left} more", style="dim")) if left > 0 else table
+    parts: list[RenderableType] = [table]
+    if left > 0:
+        parts.append(Text(f"and {left} more", style="dim"))
+    if shows_lives and view.groups:
+        parts.append(Text("life: " + ", ".join(f"{mark} {name}" for name, (mark, _) in _MARKS.items()), style="dim"))
+    return Group(*parts)
+
+
+def _life(life: Iterable[str], length: int) -> Text:
+    """The last ``length`` events of a request."""
+    text = Text()
+    for does in [*life][-length:]:
+        mark, style = _MARKS[does]
+        text.append(mark, style=style)
+    return text
 
 
 def _adapters(view: EngineView) -> str:

@@ -443,6 +443,8 @@ NUM_STEPS = 1000
 MAX_GROUPS = 128
 #: Last changes in a view; see ``EngineView.num_changes``.
 MAX_CHANGES = 128
+#: Last events of lives in a view.
+MAX_LIFE_EVENTS = 1024
 #: Maximum adapters in a view, those with most running requests first, and names of each.
 MAX_ADAPTER_SLOTS = 64
 MAX_ADAPTER_NAMES = 4
@@ -450,7 +452,7 @@ MAX_ADAPTER_NAMES = 4
 MAX_REQUEST_IDS = 512
 MAX_ID_LENGTH = 128
 #: A map with more blocks, or more runs, is sent in bins.
-MAX_EXACT_BLOCKS = 8192
+MAX_EXACT_BLOCKS = 131_072
 MAX_RUNS = 4096
 NUM_BINS = 2048
 #: Group id of a ``BlockRun`` or ``Change`` without a group.
@@ -522,6 +524,36 @@ class GroupRow(msgspec.Struct, array_like=True, gc=False):
     preempted_for: int | None
     #: Whether it waits for its prefix from the KV stores.
     is_fetching: bool = False
+    #: Of a waiting or swapped group: "store" (``is_fetching``); the kind of a preparation that is not ready
+    #: ("lora", "grammar", "image", ...); or what the first group in order waits for: "blocks", "sequences" (the limit
+    #: of running ones), "prompts" (the limit of partly computed ones), "step" (the next one).
+    waits_for: str = ""
+    #: Device blocks that it holds; a shared one counts once.
+    num_blocks: int = 0
+    #: Whether it began at another engine core, or before a step that failed.
+    is_resumed: bool = False
+
+
+class LifeEvent(msgspec.Struct, array_like=True, gc=False):
+    """One moment in the life of a group."""
+
+    kind: Literal["admit", "prompt", "recompute", "swap", "end"]
+    #: When the step was planned, or the group had ended, in seconds on the engine's clock.
+    at: float
+    step: int
+    group_id: int
+    #: admit: tokens of the first sequence that have KV entries, found in the prefix cache or kept; prompt: tokens of
+    #: the chunk; recompute: tokens lost; swap: blocks moved; end: output tokens.
+    amount: int = 0
+    #: prompt: tokens that are left to compute; with 0 the group decodes from the next step on.
+    left: int = 0
+    #: admit: seconds on the engine's clock.
+    arrival: float = 0.0
+    #: admit: "" for the first time, or after "recompute", "swap" or "resume" (``GroupRow.is_resumed``); end: the finish
+    #: reason.
+    why: str = ""
+    #: recompute, swap: as in ``GroupRow``.
+    preempted_for: int | None = None
 
 
 class StepRecord(msgspec.Struct, array_like=True, gc=False):
@@ -590,10 +622,13 @@ class EngineView(msgspec.Struct):
     #: Total since the view before; ``changes`` has the last ones.
     num_changes: int
     evicted_blocks: int
+    #: Processor seconds that it took.
     cost: float = 0.0
     adapters: list[AdapterSlot] = []
-    #: Ids of open requests by group; a simulation has none.
+    #: Ids of requests by group, open ones first; a simulation has none.
     request_ids: dict[int, str] = {}
+    #: Since the view before, the last ones.
+    lives: list[LifeEvent] = []
 
 
 class ReplicaRow(msgspec.Struct):

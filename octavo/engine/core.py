@@ -50,6 +50,7 @@ from octavo.core.stats import (
     StepRecord,
     StepStats,
 )
+from octavo.engine.lives import LifeRecorder
 from octavo.engine.messages import Abort, Add, Call, Stop, ToCore
 from octavo.executor.executor import Executor, SubmittedStep
 from octavo.executor.uniproc import make_executor, without_clock
@@ -720,9 +721,11 @@ class ViewRecorder:
         scheduler: Scheduler,
         clock: Callable[[], float] = time.monotonic,
         steps: Iterable[tuple[float, StepStats]] = (),
+        obstacle: Callable[[], str] | None = None,
     ) -> None:
-        """``steps``: those before, which another recorder has noted."""
+        """``steps``: those before, which another recorder has noted; ``obstacle``: instead of the scheduler's."""
         self._scheduler, self._clock = scheduler, clock
+        self._obstacle = obstacle or scheduler.obstacle
         #: Times at which the last steps ended, and their statistics.
         self.steps: deque[tuple[float, StepStats]] = deque(steps, maxlen=NUM_STEPS)
         #: Number of all steps, and of those before the last view.
@@ -735,11 +738,16 @@ class ViewRecorder:
         self._evicted_by_store: dict[str, int] = {}
         #: By group: its preemptions at the last plan.
         self._seen: dict[int, int] = {}
+        self._lives = LifeRecorder(scheduler, clock)
         self._last_view = -_WATCH_SECONDS
 
     def note(self, stats: StepStats) -> None:
         self.steps.append((self._clock(), stats))
         self._noted += 1
+        if self.watches:
+            self._lives.stepped()
+        else:
+            self._lives.clear()
 
     @property
     def watches(self) -> bool:
@@ -772,6 +780,7 @@ class ViewRecorder:
         if preempted != self._preempted:
             self._preempted = preempted
             self._add_preemptions(step)
+        self._lives.planned(plan)
 
     def _add_stored(self, plan: StepPlan) -> None:
         """What came from the KV stores, and what these have evicted, as far as they have reported it."""
@@ -803,13 +812,15 @@ class ViewRecorder:
                     self._add(Change("swap", step, number, [], totals.num_swapped_blocks, cause))
                 else:
                     self._add(Change("recompute", step, number, [], totals.num_recomputed_tokens, cause))
+                self._lives.preempted(group, step)
             self._seen[group.group_id] = preempted
 
     def view(self, fresh: bool = False) -> EngineView:
         """The state now, and the changes since the last view; ``fresh``: includes all recorded steps."""
-        start, now = time.perf_counter(), self._clock()
+        start, now = time.thread_time(), self._clock()
         if not self.watches:  # earlier changes were not recorded
             self._changes.clear()
+            self._lives.clear()
             self._num_changes, self._evicted = 0, self._num_evicted()
             self._evicted_by_store.clear()
             self._seen = {
@@ -840,14 +851,17 @@ class ViewRecorder:
                 for adapter in self._scheduler.preparations.adapters_in_slots()[:MAX_ADAPTER_SLOTS]
                 if adapter.slot is not None
             ],
+            lives=self._lives.take(groups),
         )
         self._seen = {group.group_id: self._seen.get(group.group_id, 0) for group in groups}
         self._changes.clear()
         self._num_changes = 0
-        view.cost = time.perf_counter() - start
+        view.cost = time.thread_time() - start
         return view
 
     def _rows(self, groups: list[SequenceGroup], now: float) -> Iterator[GroupRow]:
+        blocks = self._scheduler.blocks
+        obstacle = self._obstacle() if len(groups) > len(self._scheduler.queues.running) else ""
         for status in (SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.SWAPPED):
             ones = (group for group in groups if group.status is status)
             for group in itertools.islice(ones, MAX_GROUPS):
@@ -867,7 +881,22 @@ class ViewRecorder:
                     totals.num_swapped_blocks,
                     group.preempted_for,
                     group.is_held,
+                    "" if status is SequenceStatus.RUNNING else self._waits_for(group) or obstacle,
+                    _num_blocks(blocks, group),
+                    group.request.progress is not None,
                 )
+
+    def _waits_for(self, group: SequenceGroup) -> str:
+        """What it waits for by itself."""
+        needs = self._scheduler.preparations.needs(group)
+        missing = next((prepared.preparation.kind for prepared in needs if not prepared.is_usable), "")
+        return "store" if group.is_held else missing
+
+
+def _num_blocks(blocks: BlockManager, group: SequenceGroup) -> int:
+    if len(holders := group.holder_ids) == 1:
+        return sum(layers.num_held(holders[0]) for layers in blocks.groups)
+    return len({block for holder in holders for _, block in blocks.held(holder)})
 
 
 def step_record(at: float, stats: StepStats) -> StepRecord:

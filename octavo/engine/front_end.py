@@ -321,7 +321,7 @@ def _totals(stats: StepStats) -> tuple[int, int, int, int, int]:
 def name_requests(view: EngineView, id_of_group: Callable[[int], str | None]) -> None:
     """Sets ``view.request_ids`` for the groups in the view, those in its queues first.
 
-    ``id_of_group``: returns the request id of a group, or None if it has ended.
+    ``id_of_group``: returns the request id of a group, or None if it ended long ago.
     """
     ids = ((group_id, id_of_group(group_id)) for group_id in dict.fromkeys(_mentioned(view)))
     named = ((group_id, _bounded(request_id)) for group_id, request_id in ids if request_id is not None)
@@ -335,6 +335,7 @@ def name_adapters(view: EngineView, names_of: Callable[[str], Sequence[str]]) ->
 
 def _mentioned(view: EngineView) -> Iterator[int]:
     yield from (row.group_id for row in view.groups)
+    yield from (event.group_id for event in view.lives)
     for shown in view.blocks:
         yield from (run.group_id for run in shown.runs)
     yield from (change.group_id for change in view.changes)

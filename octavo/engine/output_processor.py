@@ -39,6 +39,7 @@ from octavo.core.sampling_params import (
     SamplingParams,
     failure_of_fields,
 )
+from octavo.core.stats import MAX_REQUEST_IDS
 from octavo.engine.tokenizer import IncrementalDetokenizer, Tokenizer
 
 _STOPPED, _FAILED = SequenceStatus.FINISHED_STOPPED.value, SequenceStatus.FINISHED_ERROR.value
@@ -55,6 +56,8 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._requests: dict[str, RequestState] = {}
         self._groups: dict[int, RequestState] = {}
+        #: Ids of the requests that ended last, by group.
+        self._ended: dict[int, str] = {}
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -164,13 +167,17 @@ class OutputProcessor:
         return [self._groups[group_id] for group_id in sorted(self._groups)]
 
     def id_of_group(self, group_id: int) -> str | None:
+        """The id of an open request, or of one of the ``MAX_REQUEST_IDS`` that ended last."""
         request = self._groups.get(group_id)
-        return None if request is None else request.request_id
+        return self._ended.get(group_id) if request is None else request.request_id
 
     def discard(self, request: RequestState) -> None:
         """Closes a request as it is; its untaken output stays."""
         del self._requests[request.request_id]
         del self._groups[request.group_id]
+        self._ended[request.group_id] = request.request_id
+        if len(self._ended) > MAX_REQUEST_IDS:
+            del self._ended[next(iter(self._ended))]
         self._on_end(request.group_id)
 
     def _close(self, request: RequestState, now: float) -> None:

@@ -315,7 +315,8 @@ class StepDumper(Journal):
         core = self._core
         failure = self._failure(plan, error)
         header = DumpHeader(FORMAT, VERSION, f"step {plan.step} failed: {failure.error[:200]}", failure)
-        view = ViewRecorder(core.scheduler, steps=self.steps).view(fresh=True)
+        # The scheduler may be what has failed: it is not asked.
+        view = ViewRecorder(core.scheduler, steps=self.steps, obstacle=lambda: "").view(fresh=True)
         view.steps.append(self._record(plan, view.at))
         event = EngineEvent(time.time(), [ReplicaRow(core.replica, "failed", len(view.groups), 0)], [view])
         shown = msgspec.json.encode(event)

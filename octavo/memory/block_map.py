@@ -55,7 +55,8 @@ def _states(pool: BlockPool) -> tuple[np.ndarray, np.ndarray]:
 def _runs(
     tables: BlockTables, holders: list[Holder], block_size: int, states: np.ndarray, references: np.ndarray
 ) -> list[BlockRun]:
-    if not len(states):
+    num_blocks = len(states)
+    if not num_blocks:
         return []
     owners, indexes = np.full(len(states), NOBODY), np.zeros(len(states), np.int64)
     first, taken = tables.pool.first, bytearray(len(states))
@@ -70,13 +71,28 @@ def _runs(
             taken[table[start] - first] = 1
         own = np.array(table[start:], np.int64) - first
         owners[own], indexes[own] = group_id, np.arange(start, len(table))
+    # Free blocks fill the gaps between the others, which are few in a large pool.
+    held = np.flatnonzero(states != BlockState.FREE)
+    if not len(held):
+        return [_free(num_blocks)]
+    states, references, owners, indexes = states[held], references[held], owners[held], indexes[held]
     turns, owned = np.diff(indexes), owners[1:] != NOBODY
-    differs = (np.diff(states) != 0) | (np.diff(owners) != 0) | (np.diff(references) != 0)
+    differs = (np.diff(states) != 0) | (np.diff(owners) != 0) | (np.diff(references) != 0) | (np.diff(held) != 1)
     differs |= owned & (np.abs(turns) != 1)
     # Tables grow from either end of the ids that are allocated at once; within a run in one direction.
     differs[1:] |= ~differs[1:] & ~differs[:-1] & (np.diff(turns) != 0)
     starts = np.concatenate(([0], np.flatnonzero(differs) + 1))
-    counts = np.diff(np.append(starts, len(states)))
+    counts = np.diff(np.append(starts, len(held)))
     directions = np.where((counts > 1) & (owners[starts] != NOBODY), np.append(turns, 0)[starts], 0)
     columns = (counts, states[starts], references[starts], owners[starts], indexes[starts] * block_size, directions)
-    return [BlockRun(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+    runs, end = [], 0
+    for begin, *values in zip(held[starts].tolist(), *(column.tolist() for column in columns), strict=True):
+        if begin > end:
+            runs.append(_free(begin - end))
+        runs.append(BlockRun(*values))
+        end = begin + values[0]
+    return [*runs, _free(num_blocks - end)] if end < num_blocks else runs
+
+
+def _free(count: int) -> BlockRun:
+    return BlockRun(count, BlockState.FREE, 0, NOBODY, 0, 0)

@@ -229,8 +229,7 @@ class Admission:
         if len(group.seqs) > step.budget or self.has_tokens_in_flight(group):
             return False
         self._queues.on_attempt(group.group_id)
-        for_next_tokens = len(group.seqs) if self._queues.running else 0
-        needed = BlocksNeeded(exact=tuple(n + for_next_tokens for n in blocks.blocks_to_swap_in(group.holder_ids)))
+        needed = self._needed_to_swap_in(group)
         if not self._fits(group, needed, self._reserved(step)) or not blocks.swap_in(group.holder_ids):
             return False
         if group.totals.first_scheduled_time is None:  # received from another engine
@@ -241,6 +240,11 @@ class Admission:
         self._queues.start_running(group)
         self._schedule_admitted(group, step)
         return True
+
+    def _needed_to_swap_in(self, group: SequenceGroup) -> BlocksNeeded:
+        for_next_tokens = len(group.seqs) if self._queues.running else 0
+        moved = self._blocks.blocks_to_swap_in(group.holder_ids)
+        return BlocksNeeded(exact=tuple(n + for_next_tokens for n in moved))
 
     def has_tokens_in_flight(self, group: SequenceGroup) -> bool:
         """Whether steps planned before its preemption are still in flight: they may add tokens to it."""
@@ -283,22 +287,42 @@ class Admission:
             return False  # needs no prefix cache lookup
         return self._fits(group, self.needed(group, self.cached(group)), reserved)
 
+    def obstacle(self, now: float) -> str:
+        """What the first waiting or swapped group in order, and so each one behind it, waits for.
+
+        "sequences" or "prompts": a limit of those that run or are partly computed; "blocks"; or "step", the next one.
+        """
+        group = self._next_group(now)
+        if group is None:
+            return "prompts" if self._first_waiting(now)[1] else "step"
+        if not self._has_seats(group, self._queues.num_running_seqs):
+            return "sequences"
+        if group.status is not SequenceStatus.SWAPPED:
+            return "step" if self.fits(group) else "blocks"
+        return "step" if self._fits(group, self._needed_to_swap_in(group), self._needed_by_prompts()) else "blocks"
+
     def fits_beside(
         self, group: SequenceGroup, needed: BlocksNeeded, reserved: BlocksNeeded, num_running_seqs: int
     ) -> bool:
-        num_seqs = num_running_seqs + group.num_seqs
-        if num_seqs > self._options.max_num_seqs:
+        if not self._has_seats(group, num_running_seqs):
             return False
-        if self._concurrency is not None:
-            length = round(self._concurrency.expected_length or group.max_length)
-            in_the_end = self._blocks.demand(num_seqs * self._blocks.blocks_for(length), num_seqs)
-            is_short = self._blocks.can_allocate(in_the_end, num_seqs=num_seqs) is AllocStatus.NEVER
-            if not self._concurrency.allows(num_running_seqs, group.num_seqs, is_short):
-                return False
+        num_seqs = num_running_seqs + group.num_seqs
         # A group that runs alone may use the watermark too; otherwise one as long as the pool would never run.
         if not num_running_seqs:
             return self._blocks.fits(needed, reserved, num_seqs)
         return self._blocks.can_allocate(needed, reserved, num_seqs) is AllocStatus.OK
+
+    def _has_seats(self, group: SequenceGroup, num_running_seqs: int) -> bool:
+        """Whether the limits of running sequences allow it."""
+        num_seqs = num_running_seqs + group.num_seqs
+        if num_seqs > self._options.max_num_seqs:
+            return False
+        if self._concurrency is None:
+            return True
+        length = round(self._concurrency.expected_length or group.max_length)
+        in_the_end = self._blocks.demand(num_seqs * self._blocks.blocks_for(length), num_seqs)
+        is_short = self._blocks.can_allocate(in_the_end, num_seqs=num_seqs) is AllocStatus.NEVER
+        return self._concurrency.allows(num_running_seqs, group.num_seqs, is_short)
 
     def cached(self, group: SequenceGroup) -> CachedBlocks:
         return CachedBlocks(self._match(group), None if group.cross is None else group.cross.find(self._blocks))

@@ -282,6 +282,14 @@ class Scheduler:
             per_token = self._cost.seconds_per_token or 0.0
             concurrency.observe_loss(step.lost_seqs, step.lost_tokens * per_token + result.swap_seconds)
 
+    def step_of(self, plan: StepPlan) -> Step:
+        """The step of a plan in flight."""
+        return self._in_flight[plan.step]
+
+    def obstacle(self) -> str:
+        """``Admission.obstacle`` now."""
+        return self._admission.obstacle(self._clock())
+
     def groups_of(self, plan: StepPlan) -> set[int]:
         """The unfinished groups that a plan in flight computes, or whose blocks it moves."""
         step = self._in_flight[plan.step]

@@ -187,12 +187,12 @@ class EngineEvents:
             yield _encode(self._event([*self._views.values()], whole=True))
             while not self._closing:
                 await self._wait_newer_than(seen)
-                if self._number - seen > len(self._recent):
+                behind, seen = self._number - seen, self._number
+                if behind > len(self._recent):
                     yield _encode(self._event([*self._views.values()], whole=True))
-                else:
-                    for data in list(self._recent)[seen - self._number :]:
+                elif behind:  # none are if the stream ends
+                    for data in list(self._recent)[-behind:]:
                         yield data
-                seen = self._number
         finally:
             self._listeners[client] -= 1
             if not self._listeners[client]:
@@ -259,7 +259,7 @@ class EngineEvents:
 
     def _event(self, views: list[EngineView], *, whole: bool) -> EngineEvent:
         if whole:
-            change = partial(msgspec.structs.replace, changes=[], num_changes=0)
+            change = partial(msgspec.structs.replace, changes=[], num_changes=0, lives=[])
             views = [change(view, steps=[*self._steps[view.replica]]) for view in views]
         rows = [ReplicaRow(s.number, s.status, s.num_open, s.num_restarts) for s in self._llm.replica_states()]
         return EngineEvent(time.time(), rows, views, self._latencies(), whole)

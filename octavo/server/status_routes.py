@@ -95,6 +95,9 @@ class Model(ResponseModel):
     default_sampling_params: dict[str, int | float] | None = Field(
         None, description="Sampling parameters of requests that leave them out, of models that generate."
     )
+    own_sampling_params: list[str] | None = Field(
+        None, description="Names of those that its own files set (generation_config.json, GGUF); others are the API's."
+    )
     loaded: bool | None = Field(None, description="With several models: whether it answers without being loaded.")
     status: ModelStatus | None = Field(None, description="With several models: what it does now.")
 
@@ -340,6 +343,7 @@ def _describe_model(service: ServerState, model: ServedModel) -> Model:
         described.dimensions = service.llm.front_end.pooling.vector_size
     if "generate" in service.tasks:
         described.default_sampling_params = service.llm.inputs.sampling_in_effect
+        described.own_sampling_params = list(service.llm.inputs.default_sampling)
     return described
 
 

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -118,6 +119,13 @@ async def measure(url: str, pid: int, number: int, clients: int, tokens: int) ->
         return Run(done / seconds, size / seconds / 1e3, events / seconds, cost / seconds, 1e3 * processor)
 
 
+def interval(values: list[float], samples: int = 4000) -> tuple[float, float]:
+    """Between which 95 % of the medians of resampled values lie."""
+    chance = random.Random(0)
+    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(samples))
+    return medians[samples // 40], medians[-samples // 40]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -139,10 +147,11 @@ def main() -> None:
     print(f"load averages before and after: {load:.2f}, {os.getloadavg()[0]:.2f} on {os.cpu_count()} processors")
     for number in cases:
         ratios = [run.rate / base.rate for run, base in zip(runs[number], runs[cases[0]], strict=True)]
+        low, high = interval(ratios)
         median = {name: statistics.median(getattr(run, name) for run in runs[number]) for name in Run.__annotations__}
         print(
             f"{number:3} pages: {median['rate']:7.1f} tokens/s, {statistics.median(ratios):.4f} of none "
-            f"({min(ratios):.3f} to {max(ratios):.3f}); views {median['share']:.3%} of the core's time; "
+            f"(95 % of resampled medians: {low:.4f} to {high:.4f}); views {median['share']:.3%} of the core's time; "
             f"server {median['processor']:.3f} ms/token; each page {median['events']:.1f} events/s, "
             f"{median['size']:.1f} kB/s"
         )

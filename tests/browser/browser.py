@@ -99,7 +99,7 @@ def visit(browser: Any, url: str, path: str = "/", **options: Any) -> Iterator[V
         shown = Visit(context.new_page(), url.rstrip("/"))
         shown.page.goto(f"{shown.url}{path}")
         yield shown
-        assert shown.foreign == []
-        assert shown.errors == []
+        assert shown.foreign == [], shown.foreign
+        assert shown.errors == [], shown.errors
     finally:
         context.close()

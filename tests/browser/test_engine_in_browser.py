@@ -1,4 +1,4 @@
-"""The engine's page in a real browser: what it calls requests and adapters."""
+"""The engine's page in a real browser: lives of requests, and what it calls requests and adapters."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from octavo.core.stats import (
     SchedulerState,
     write_recording,
 )
-from tests.browser.browser import MISSING, Visit
+from tests.browser.browser import MISSING, Visit, visit
 from tests.browser.test_page_in_browser import showing, step_record
+from tests.server.running_server import Running
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"NO TEST OF THE PAGE WAS RUN: {MISSING}")
 
@@ -90,3 +91,75 @@ def test_a_recording_without_ids_shows_the_engines_numbers(browser: Any, tmp_pat
         assert tip_of_the_first_block(shown) == "Block 0: request 7, tokens 0 to 15"
         assert shown.page.locator(".queue tbody tr th").first.inner_text() == "7"
         assert shown.page.get_by_role("button", name="Whole ids").count() == 0
+
+
+#: Prefix hits, forks, both kinds of preemption and a killed core.
+BUSY = Path(__file__).resolve().parents[2] / "docs" / "recordings" / "a_busy_half_minute.jsonl"
+
+
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+def test_the_life_of_a_preempted_request_is_read_with_the_keyboard_alone(browser: Any, scheme: str) -> None:
+    with showing(browser, BUSY, color_scheme=scheme) as shown:
+        page = shown.page
+        rows = page.locator(".life")
+        rows.nth(10).wait_for()
+        words = [row.inner_text() for row in rows.all()]
+        number = next(i for i, text in enumerate(words) if "preempted" in text and "another engine core" in text)
+        for _ in range(60):  # the rows are one stop of the keyboard; arrow keys go through them
+            page.keyboard.press("Tab")
+            if page.evaluate("document.activeElement.classList.contains('life')"):
+                break
+        for _ in range(number):
+            page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        details = page.locator(".life-details")
+        phases = details.locator(".phases").inner_text()
+        for expected in ("Waited", "computed in", "Decoded", "Its engine core had ended", "Computed again"):
+            assert expected in phases
+        assert "Preempted" in phases or "Swapped out" in phases
+        facts = dict(zip(details.locator("dt").all_inner_texts(), details.locator("dd").all_inner_texts(), strict=True))
+        assert {"Computed", "Found", "Block-seconds", "Waited", "Set back", "Ran"} == set(facts)
+        assert "preempted" in facts["Set back"] and "resumed on another core" in facts["Set back"]
+        last = page.locator(".step").inner_text()
+        for _ in range(20):  # to a phase that has a step
+            page.keyboard.press("Tab")
+            if page.evaluate("Boolean(document.activeElement.closest('.phases button'))"):
+                break
+        page.keyboard.press("Enter")
+        page.wait_for_function(f"document.querySelector('.step').innerText !== {last!r}")
+        assert shown.violations() == [] and shown.overflow <= 0
+
+
+def test_what_is_pointed_at_stands_out_in_rows_map_and_charts(browser: Any) -> None:
+    with showing(browser, BUSY) as shown:
+        page = shown.page
+        page.locator(".life").first.wait_for()
+        steps = int(page.get_by_label("Step", exact=True).get_attribute("max"))
+        page.get_by_label("Step", exact=True).fill(str(steps // 3))
+        words = tip_of_the_first_block(shown)
+        focused = page.locator(".life.focus .id")
+        focused.wait_for()
+        name = focused.get_attribute("title")
+        assert f"request {name}," in words
+        page.locator(".strip canvas").first.hover(position={"x": 60, "y": 40})
+        page.locator(".over .hover").wait_for(state="attached")
+        assert page.locator(".strip .tip").inner_text().startswith("Step ")
+        page.locator(".map canvas").first.click(position={"x": 4, "y": 4})
+        assert name in page.locator(".life-details").inner_text()
+
+
+def test_an_idle_engine_sends_examples_and_shows_their_lives(browser: Any, site: Running) -> None:
+    with visit(browser, site.url, "/#engine") as shown:
+        page = shown.page
+        button = page.get_by_role("button", name="Send 20 example requests")
+        button.wait_for()
+        assert "Nothing runs" in page.locator(".now").inner_text()
+        button.press("Enter")
+        page.locator(".life").nth(19).wait_for()
+        button.wait_for()
+        site.wait_until_idle()
+        page.get_by_text("Nothing runs").wait_for()
+        states = page.locator(".life-state").all_inner_texts()
+        assert set(states) == {"ended at its limit"}
+        assert page.locator(".life-strip .decode").count() >= 20
+        assert shown.violations() == []

@@ -14,6 +14,7 @@ import pytest
 
 from tests.adapters import write_adapter
 from tests.browser.browser import MISSING, Visit, visit
+from tests.browser.chatting import open_settings
 from tests.server.running_server import Running, running
 
 pytestmark = [
@@ -64,7 +65,7 @@ def everything(browser: Any, tiny_model: Path, tmp_path_factory: pytest.TempPath
 @pytest.fixture
 def shown(browser: Any, everything: Running) -> Iterator[Visit]:
     with visit(browser, everything.url) as shown:
-        shown.page.locator(".setting").first.wait_for()
+        open_settings(shown)
         yield shown
 
 
@@ -72,14 +73,14 @@ def ask(shown: Visit, text: str) -> Any:
     """Sends a message; the body of the request, after its answer."""
     shown.page.locator("#question").fill(text)
     with shown.page.expect_request("**/v1/chat/completions") as sent:
-        shown.page.get_by_role("button", name="Send").click()
+        shown.page.get_by_role("button", name="Send", exact=True).click()
     shown.page.get_by_role("button", name="Regenerate").last.wait_for()
     return sent.value.post_data_json
 
 
 def test_an_adapter_answers_side_by_side_with_accepted_drafts(shown: Visit) -> None:
     page = shown.page
-    page.get_by_label("Model").select_option("one")
+    page.get_by_label("Model", exact=True).select_option("one")
     for name, value in (("n", "2"), ("max_tokens", "60"), ("temperature", "0")):
         page.locator(f"#setting-{name}").fill(value)
     assert ask(shown, "abcabcabc" * 8)["model"] == "one"
@@ -96,25 +97,25 @@ def test_an_adapter_answers_side_by_side_with_accepted_drafts(shown: Visit) -> N
 
 def test_a_schema_and_a_tool_bind_the_answer(shown: Visit) -> None:
     page = shown.page
-    page.get_by_text("JSON schema", exact=True).click()
     page.get_by_label("JSON schema").fill('{"enum": ["yes"]}')
     ask(shown, "Is it?")
     assert page.locator(".answer .text").inner_text().strip() == '"yes"'
     page.get_by_label("JSON schema").fill("")
-    page.get_by_text("Tools", exact=True).click()
-    page.get_by_label("Tools").fill(json.dumps(TOOLS))
-    page.get_by_text("All other settings").click()
-    page.locator("#setting-tool_choice").fill("required")
+    page.get_by_label("Tools", exact=True).fill(json.dumps(TOOLS))
+    page.locator("#setting-tool_choice").select_option("required")
     page.locator("#setting-max_tokens").fill("60")
-    page.get_by_role("button", name="New").click()
+    page.get_by_role("button", name="New", exact=True).click()
     ask(shown, "Weather?")
-    page.get_by_text("Calls the tool weather").wait_for()
-    page.locator("#setting-tool_choice").fill("none")
-    page.get_by_label("Result of weather").first.fill("sunny")
+    page.get_by_label("Call of the tool weather").first.wait_for()
+    page.locator("#setting-tool_choice").select_option("none")
+    results = page.get_by_label("Result of weather")
+    for field in results.all():
+        field.fill("sunny")
+    roles = ["user", "assistant", *["tool"] * results.count()]
     with page.expect_request("**/v1/chat/completions") as sent:
-        page.get_by_role("button", name="Send the result").first.click()
+        page.get_by_role("button", name="Send the result").click()
     messages = sent.value.post_data_json["messages"]
-    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert [message["role"] for message in messages] == roles
     assert messages[2]["tool_call_id"] == messages[1]["tool_calls"][0]["id"]
     page.locator(".turn.assistant").nth(1).get_by_role("button", name="Regenerate").wait_for()
 

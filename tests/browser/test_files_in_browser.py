@@ -15,6 +15,7 @@ import pytest
 import soundfile
 
 from tests.browser.browser import MISSING, Visit, chromium, visit
+from tests.browser.chatting import open_settings
 from tests.busy_machine import PATIENCE
 from tests.image_models import picture, save_llava
 from tests.images.image_cases import file_of, noise
@@ -77,6 +78,7 @@ def ears(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 @pytest.fixture
 def sees(browser: Any, eyes: Running) -> Iterator[Visit]:
     with visit(browser, eyes.url, permissions=["clipboard-read", "clipboard-write"]) as shown:
+        open_settings(shown)
         shown.page.locator("#setting-max_tokens").fill("8")
         yield shown
 
@@ -84,7 +86,7 @@ def sees(browser: Any, eyes: Running) -> Iterator[Visit]:
 @pytest.fixture
 def hears(browser: Any, ears: Running) -> Iterator[Visit]:
     with visit(browser, ears.url, permissions=["microphone"]) as shown:
-        shown.page.locator(".setting").first.wait_for()
+        open_settings(shown)
         yield shown
 
 
@@ -92,7 +94,7 @@ def send(shown: Visit, text: str) -> Any:
     """Sends a message and waits for the end of its answer; the body of the request."""
     shown.page.locator("#question").fill(text)
     with shown.page.expect_request("**/v1/chat/completions") as sent:
-        shown.page.get_by_role("button", name="Send").click()
+        shown.page.get_by_role("button", name="Send", exact=True).click()
     shown.page.locator(".turn.assistant").last.get_by_role("button", name="Regenerate").wait_for()
     return sent.value.post_data_json
 
@@ -113,7 +115,7 @@ def alerts(shown: Visit) -> str:
 
 def test_images_are_chosen_dropped_and_pasted_and_go_with_the_conversation(sees: Visit) -> None:
     page = sees.page
-    page.get_by_label("Add image").set_input_files([chosen("one.png", png(1)), chosen("two.png", png(2))])
+    page.get_by_label("Add pictures").set_input_files([chosen("one.png", png(1)), chosen("two.png", png(2))])
     assert page.evaluate(DROP, ["three.png", "image/png", list(png(3))])
     page.evaluate(COPY, list(png(4)))
     page.locator("#question").focus()
@@ -129,11 +131,12 @@ def test_images_are_chosen_dropped_and_pasted_and_go_with_the_conversation(sees:
     with page.expect_request("**/v1/chat/completions") as sent:
         page.get_by_role("button", name="Regenerate").first.click()
     assert images_of(sent.value.post_data_json) == [3]
-    page.locator(".branches .answer").nth(1).locator(".stats").wait_for()
-    page.get_by_role("button", name="Edit").click()
+    page.get_by_text("2 / 2").wait_for()
+    page.locator(".stats").first.wait_for()
+    page.locator(".turn.user").first.get_by_role("button", name="Edit").click()
     page.get_by_role("button", name="Remove one.png").click()
     with page.expect_request("**/v1/chat/completions") as sent:
-        page.locator(".turn.user").get_by_role("button", name="Send").click()
+        page.locator(".turn.user").get_by_role("button", name="Send", exact=True).click()
     assert images_of(sent.value.post_data_json) == [2]
     page.locator(".stats").wait_for()
 
@@ -146,13 +149,13 @@ def test_images_are_chosen_dropped_and_pasted_and_go_with_the_conversation(sees:
 
 def test_what_is_no_image_or_too_large_is_refused_and_the_conversation_goes_on(sees: Visit) -> None:
     page = sees.page
-    page.get_by_label("Add image").set_input_files(chosen("a.pdf", b"%PDF", "application/pdf"))
-    assert alerts(sees) == "a.pdf was left out: it is no image."
+    page.get_by_label("Add pictures").set_input_files(chosen("a.pdf", b"%PDF\xff", "application/pdf"))
+    assert alerts(sees) == "a.pdf was left out: it is neither text nor a picture nor a recording."
     for content, words in (
         (b"no image", "is no image that can be decoded"),
         (bytes(200_000), "131072 are taken"),
     ):
-        page.get_by_label("Add image").set_input_files(chosen("wrong.png", content))
+        page.get_by_label("Add pictures").set_input_files(chosen("wrong.png", content))
         page.locator(".composer .file").wait_for()
         send(sees, "Look")
         assert words in page.locator(".turn.assistant .error").last.inner_text()
@@ -173,18 +176,18 @@ def test_files_stay_within_a_bound_and_what_goes_is_said(sees: Visit) -> None:
     # A hundredth of the bound, as so much takes long; the server is left out.
     page.route("**/files.js", lower_bound)
     page.reload()
-    page.locator(".setting").first.wait_for()
+    page.locator(".welcome").wait_for()
     page.evaluate("globalThis.fetch = async () => Response.json({ error: { message: 'large' } }, { status: 413 })")
     for name in ("first", "second"):
-        page.get_by_role("button", name="New").click()
+        page.get_by_role("button", name="New", exact=True).click()
         assert page.evaluate(DROP, [f"{name}.png", "image/png", 600 << 10])
         page.locator(".composer .file").wait_for()
         page.locator("#question").fill(name)
-        page.get_by_role("button", name="Send").click()
+        page.get_by_role("button", name="Send", exact=True).click()
         assert alerts(sees) == "large"
-    page.locator(".notice").wait_for()
-    assert "There is room for 1 MB of files" in page.locator(".notice").inner_text()
-    assert "first.png" in page.locator(".notice").inner_text()
+    page.locator(".foot .note").wait_for()
+    assert "There is room for 1 MB of files" in page.locator(".foot .note").inner_text()
+    assert "first.png" in page.locator(".foot .note").inner_text()
     page.reload()
     page.get_by_role("button", name="first", exact=True).click()
     page.locator(".gone").wait_for()
@@ -195,14 +198,13 @@ def test_the_request_with_an_image_runs_as_curl_and_python(sees: Visit, tmp_path
     page = sees.page
     large = file_of(noise(170, 200))
     assert len(large) > 100_000  # in base64 longer than an argument of a program may be
-    page.get_by_label("Add image").set_input_files(chosen("large.png", large))
+    page.get_by_label("Add pictures").set_input_files(chosen("large.png", large))
     page.locator(".composer img").wait_for()
     send(sees, 'It\'s "quoted" $HOME')
-    page.get_by_text("Copy as curl or Python").click()
     assert len(page.locator(".samples pre").inner_text()) < 2000
     for language, command in (("curl", ["bash"]), ("Python", [sys.executable])):
-        page.get_by_label(language, exact=True).check()
-        page.locator(".samples").get_by_role("button", name="Copy").click()
+        page.get_by_role("button", name=language, exact=True).click()
+        page.locator(".samples").get_by_role("button", name="Copy code").click()
         page.locator(".samples").get_by_role("button", name="Copied").wait_for()
         script = tmp_path / language
         script.write_text(page.evaluate("navigator.clipboard.readText()"))
@@ -219,12 +221,11 @@ def test_a_model_without_images_takes_none(browser: Any, eyes: Running) -> None:
         model["input_modalities"] = ["text"]  # as that of any other model
         page.route("**/v1/models", lambda route: route.fulfill(json={"data": [model]}))
         page.reload()
-        page.get_by_role("link", name="Playground").click()
-        page.locator(".setting").first.wait_for()
-        assert page.locator(".composer input[type=file]").count() == 0
+        page.get_by_role("link", name="Chat").click()
+        page.get_by_label("Add text files").wait_for()
         assert page.evaluate(DROP, ["a.png", "image/png", [1]])
-        assert alerts(shown) == "a.png was left out: this model reads text alone."
-        kinds = [label.strip() for label in page.locator(".bar fieldset label").all_inner_texts()]
+        assert alerts(shown) == "a.png was left out: this model reads text files only."
+        kinds = page.locator(".kind option").all_inner_texts()
         assert kinds == ["Chat", "Completion"]
 
 
@@ -242,17 +243,17 @@ def transcribed(shown: Visit) -> str:
 
 def test_a_recording_becomes_text_and_subtitles(hears: Visit, tmp_path: Path) -> None:
     page = hears.page
-    page.get_by_label("Add audio").set_input_files(SPEECH)
+    page.get_by_label("Add recordings").set_input_files(SPEECH)
     assert "lazy dog" in transcribed(hears)
     assert "first token after" in page.locator(".stats").inner_text()
-    page.get_by_text("Copy as curl or Python").click()
+    page.get_by_role("button", name="curl", exact=True).click()
     command = page.locator(".samples pre").inner_text()
     done = subprocess.run(["bash", "-c", command], cwd=SPEECH.parent, capture_output=True, text=True, timeout=PATIENCE)
     assert "lazy dog" in done.stdout and "transcript.text.done" in done.stdout
     page.locator("#setting-response_format").select_option("srt")
     page.get_by_role("button", name="Transcribe again").click()
-    page.locator(".branches .answer").nth(1).get_by_text("00:00:00,000 -->").wait_for()
-    page.get_by_label("Add audio").set_input_files(chosen("talk.mp3", b"no recording", "audio/mpeg"))
+    page.get_by_text("00:00:00,000 -->").wait_for()
+    page.get_by_label("Add recordings").set_input_files(chosen("talk.mp3", b"no recording", "audio/mpeg"))
     transcribed(hears)
     assert "'talk.mp3'" in alerts(hears)
     assert hears.violations() == []
@@ -262,7 +263,7 @@ def test_a_recording_becomes_text_and_subtitles(hears: Visit, tmp_path: Path) ->
 @pytest.mark.slow
 def test_what_is_spoken_becomes_text(hears: Visit) -> None:
     page = hears.page
-    page.get_by_role("button", name="Record").click()
+    page.get_by_role("button", name="Record", exact=True).click()
     page.get_by_role("button", name=re.compile(r"Stop recording \(3 s\)")).click()
     assert re.search(r"[a-z]{3}", transcribed(hears))
 
@@ -270,10 +271,8 @@ def test_what_is_spoken_becomes_text(hears: Visit) -> None:
 @pytest.mark.slow
 def test_the_recording_as_python_runs(hears: Visit, tmp_path: Path) -> None:
     page = hears.page
-    page.get_by_label("Add audio").set_input_files(SPEECH)
+    page.get_by_label("Add recordings").set_input_files(SPEECH)
     transcribed(hears)
-    page.get_by_text("Copy as curl or Python").click()
-    page.get_by_label("Python", exact=True).check()
     script = tmp_path / "sample.py"
     for response_format in ("", "vtt"):
         page.locator("#setting-response_format").select_option(response_format)
@@ -281,8 +280,8 @@ def test_the_recording_as_python_runs(hears: Visit, tmp_path: Path) -> None:
         command = [sys.executable, str(script)]
         done = subprocess.run(command, cwd=SPEECH.parent, capture_output=True, text=True, timeout=PATIENCE)
         assert "lazy dog" in done.stdout and ("WEBVTT" in done.stdout) == bool(response_format), done.stderr
-    page.get_by_label("Translation").check()
-    page.get_by_label("Add audio").set_input_files(SPEECH)
+    page.get_by_label("Kind of request").select_option("translation")
+    page.get_by_label("Add recordings").set_input_files(SPEECH)
     page.get_by_role("button", name="Translate").click()
     assert "translate" in alerts(hears)
     hears.forgive("400")

@@ -128,7 +128,7 @@ def test_the_program_with_a_model(tiny_model: Path, tmp_path: Path) -> None:
     flags = ["--temperature", "0", "--max-tokens", "9", "--ignore-eos", "--stats"]
     command = [sys.executable, "-m", "octavo", "chat", str(tiny_model), *flags]
     with Terminal(command, width=200, XDG_STATE_HOME=str(tmp_path)) as terminal:  # names of folders are long
-        terminal.wait(at_prompt("type a question; /help shows commands"))
+        terminal.wait(at_prompt("type a question and press Enter; /help shows commands"))
         terminal.type(f"Hello{ENTER}")
         terminal.wait(at_prompt("[9 tokens, ", "tokens/s; first after "))
         terminal.type(f"/retry{ENTER}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from octavo.core.stats import (
     EngineEvent,
     EngineView,
     GroupRow,
+    LifeEvent,
     ReplicaRow,
     SchedulerState,
     StepRecord,
@@ -102,7 +104,31 @@ def test_adapters_in_slots_are_named() -> None:
     assert "a7 (0 running) and 4 more" in words
 
 
-@pytest.mark.parametrize("width", [20, 40, 200])
+def test_each_request_has_its_life_so_far() -> None:
+    history, console = StepHistory(), Console(width=140, force_terminal=False)
+
+    def seen(status: Any, computed: int, output: int, lives: Sequence[LifeEvent] = (), **more: Any) -> EngineEvent:
+        shown = event()
+        [view] = shown.views
+        row = GroupRow(7, status, 1, 40, output, computed, 0, 1.0, int(status == "waiting"), 0, 0, 0, None, **more)
+        view.groups, view.lives = [row], [*lives]
+        history.add(shown)
+        return shown
+
+    seen("running", 20, 0)
+    seen("running", 44, 5)
+    seen("running", 45, 6, [LifeEvent("recompute", 2.0, 28, 7, 44)])
+    last = seen("waiting", 0, 6, waits_for="blocks", num_blocks=0)
+    with console.capture() as capture:
+        console.print(render(last, history, 140))
+    [row] = [line for line in capture.get().splitlines() if line.lstrip().startswith("7 ")]
+    assert "waiting for blocks" in row and "▒█xx" in row
+    assert "▒ prompt, █ decoding, x preempted" in capture.get()
+    seen("running", 44, 5, [LifeEvent("end", 3.0, 29, 7, 9, why="stop")])
+    assert not history.lives
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
 @pytest.mark.parametrize("shown", [event(), named()], ids=["numbers", "ids"])
 def test_it_fits_any_terminal(shown: EngineEvent, width: int) -> None:
     for line in text(shown, width).splitlines():
@@ -162,3 +188,8 @@ def test_a_server_that_refuses_says_why(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize("words", [["ftp://x"], ["http://127.0.0.1:9"], ["http://a", "http://b"]])
 def test_what_is_no_server_is_refused(words: list[str]) -> None:
     assert main(["top", *words]) == 2
+
+
+def test_used_blocks_of_a_large_cache_are_drawn_without_the_free_ones() -> None:
+    shown = text(event(100_000))
+    assert "free ones are not drawn" in shown and "■■■■■■■■\n" in shown.replace(" ", "") and "·■" not in shown

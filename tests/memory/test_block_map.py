@@ -106,13 +106,28 @@ def test_a_map_agrees_with_the_counts_of_the_pools(seed: int) -> None:
             assert shown.counts[BlockState.FREE] == state.free
 
 
-def test_many_blocks_are_sent_in_bins_with_the_same_counts() -> None:
+def test_few_used_blocks_of_a_large_pool_are_exact() -> None:
     manager = BlockManager(100_000, 16)
+    for seq in range(100):
+        manager.grow([(seq, 0, 16 * 7)])
+    for seq in range(0, 100, 2):
+        manager.free(seq)
+    [shown] = block_maps(manager, [(seq, seq) for seq in range(1, 100, 2)])
+    assert not shown.bins and len(shown.runs) < 200
+    blocks = blocks_of(shown)
+    assert len(blocks) == 100_000 <= MAX_EXACT_BLOCKS
+    for seq in range(1, 100, 2):
+        for index, block in enumerate(manager.table(seq)):
+            assert blocks[block - shown.first] == (BlockState.USED, 1, seq, 16 * index)
+
+
+def test_many_blocks_are_sent_in_bins_with_the_same_counts() -> None:
+    manager = BlockManager(300_000, 16)
     for seq in range(100):
         manager.grow([(seq, 0, 16 * 700)])
     [shown] = block_maps(manager, [(seq, seq) for seq in range(100)])
-    assert shown.runs == [] and len(shown.bins) <= NUM_BINS and MAX_EXACT_BLOCKS < 100_000
-    assert [sum(column) for column in zip(*shown.bins, strict=True)] == shown.counts == [30_000, 0, 70_000, 0, 0]
+    assert shown.runs == [] and len(shown.bins) <= NUM_BINS and MAX_EXACT_BLOCKS < 300_000
+    assert [sum(column) for column in zip(*shown.bins, strict=True)] == shown.counts == [230_000, 0, 70_000, 0, 0]
     assert all(sum(one) == shown.bin_size for one in shown.bins[:-1])
 
 

@@ -56,6 +56,7 @@ def test_the_server_tells_its_defaults(server: Running) -> None:
         [model] = http.get("/v1/models").json()["data"]
         told = model["default_sampling_params"]
         assert (told["temperature"], told["top_p"]) == (0.2, 0.9) and isinstance(told["top_k"], int)
+        assert {"temperature", "top_p"} <= set(model["own_sampling_params"]) <= set(told)
         params = http.get("/props").json()["default_generation_settings"]["params"]
         assert params.items() >= told.items() and params["repeat_penalty"] == told["repetition_penalty"]
         begun = http.post("/v1/responses", json={"input": QUESTION, "max_output_tokens": 1}).json()

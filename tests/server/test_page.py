@@ -16,7 +16,7 @@ from tests.server.running_server import Serve
 
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 #: Bytes of all files together.
-MOST = 250_000
+MOST = 320_000
 
 
 def test_browsers_get_the_page_and_programs_what_they_got_before(http: httpx.Client) -> None:

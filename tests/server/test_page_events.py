@@ -89,7 +89,7 @@ def test_a_running_request_is_called_by_the_id_that_its_client_knows(tiny_server
         with busy(tiny_server, LONG) as known:
             view = next(view for event in stream for view in event.views if view.groups and view.request_ids)
     [group] = view.groups
-    assert [*view.request_ids] == [group.group_id] and view.request_ids[group.group_id] in known
+    assert next(iter(view.request_ids)) == group.group_id and view.request_ids[group.group_id] in known
     assert view.request_ids[group.group_id].startswith("cmpl-")
 
 
@@ -222,6 +222,21 @@ def test_one_who_reads_slowly_gets_everything_anew_and_holds_nobody_up() -> None
         assert [step[0] for step in caught_up["views"][0]["steps"]][:40] == steps[:40]
         await slow.aclose()
         await fast.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_stream_that_ends_repeats_nothing() -> None:
+    async def main() -> None:
+        events = make(FakeEngine(cost=1.0))  # one view, and then a long pause
+        stream = events.listen()
+        while not read(await anext(stream))["views"]:
+            pass
+        rest = asyncio.ensure_future(anext(stream, b"the end"))
+        await asyncio.sleep(0.01)
+        await events.close()
+        assert await rest == b"the end"
 
     asyncio.run(main())
 

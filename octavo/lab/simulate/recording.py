@@ -8,7 +8,15 @@ from pathlib import Path
 import msgspec
 
 from octavo.core.plan import StepPlan
-from octavo.core.stats import EngineEvent, ReplicaRow, SchedulerState, SchedulerStats, StepStats, write_recording
+from octavo.core.stats import (
+    MAX_LIFE_EVENTS,
+    EngineEvent,
+    ReplicaRow,
+    SchedulerState,
+    SchedulerStats,
+    StepStats,
+    write_recording,
+)
 from octavo.engine.core import ViewRecorder
 from octavo.lab.simulate.engine import SimulatedEngine
 
@@ -66,6 +74,7 @@ class RunRecorder:
             later.steps = [*view.steps, *later.steps][-_MOST_BETWEEN:]
             later.changes = [*view.changes, *later.changes][-_MOST_BETWEEN:]
             later.num_changes += view.num_changes
+            later.lives = [*view.lives, *later.lives][-MAX_LIFE_EVENTS:]
         self._events = self._events[1::2]
         self._stride *= 2
 

@@ -240,7 +240,9 @@ def parameter_fields(kind: type[Struct], names: Collection[str]) -> dict[str, An
         declared = parameters(kind)[name]
         is_long = declared.high is not None and declared.high >= 2**31
         body_types = [(Seed if is_long else Int) if each is int else types.get(each, each) for each in declared.types]
-        field = Field(None, description=declared.description)
+        has_default = isinstance(declared.default, (bool, int, float)) and name != "max_tokens"
+        extra = {"x-default": declared.default} if has_default else None  # "default" is null, which the route takes too
+        field = Field(None, description=declared.description, json_schema_extra=extra)
         fields[name] = (reduce(or_, body_types, None), field)
     return fields
 

@@ -1,7 +1,9 @@
-// How an answer is shown: its text, its thoughts, its calls, each token with what it might have been, and its figures.
+// What an answer has: its reasoning, its text, its calls of tools, each token with what it might have been, and how it ended.
 
-import { html, names, useState, copyText } from "./dom.js";
-import { Markdown, Code } from "./markdown.js";
+import { html, memo, names, useState } from "./dom.js";
+import { useGrowing } from "./generation.js";
+import { Code, GrowingMarkdown, Markdown } from "./markdown.js";
+import { Icon } from "./widgets.js";
 
 const percent = (logprob) => {
   const share = 100 * Math.exp(logprob);
@@ -44,64 +46,122 @@ function Tokens({ tokens }) {
   </div>`;
 }
 
-const duration = (seconds) => (seconds < 1 ? `${Math.round(seconds * 1e3)} ms` : `${seconds.toFixed(2)} s`);
+export const duration = (seconds) => (seconds < 1 ? `${Math.round(seconds * 1e3)} ms` : seconds < 60 ? `${seconds.toFixed(seconds < 10 ? 2 : 1)} s` : `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`);
 
-function Stats({ stats, finish }) {
-  if (!stats) return finish && html`<p class="stats">${finish}</p>`;
+/** The figures of an answer in one line. */
+export function Stats({ stats }) {
+  if (!stats) return null;
   const all = stats.answers > 1 ? ` of all ${stats.answers} answers` : "";
   const parts = [
     stats.rate && `${stats.rate.toFixed(1)} tokens/s${all}`,
     `first token after ${duration(stats.firstToken)}`,
-    stats.tokens !== null && `${stats.tokens} tokens${all} in ${duration(stats.seconds)}`,
-    stats.prompt !== null && `prompt ${stats.prompt}${stats.cached ? `, ${stats.cached} of them cached` : ""}`,
+    stats.tokens !== null && `${stats.tokens.toLocaleString()} tokens${all} in ${duration(stats.seconds)}`,
+    stats.prompt !== null && `prompt ${stats.prompt.toLocaleString()}${stats.cached ? `, ${stats.cached.toLocaleString()} of them cached` : ""}`,
     stats.drafted !== null && `${stats.drafted} drafted tokens accepted${stats.rejected ? `, ${stats.rejected} not` : ""}`,
-    finish && finish !== "stop" && `ended by ${finish}`,
   ];
   return html`<p class="stats">${parts.filter(Boolean).join(" · ")}</p>`;
 }
 
-/** Why an answer has ended before its end, and a way to go on. */
-function Limit({ answer, onContinue }) {
-  const { limit, text, calls, continues } = answer;
-  const where = limit ? `its limit of ${limit} tokens (max_tokens in the settings)` : "the server's limit of tokens, or of the model's context";
-  return html`<p class="limit" role="status">The answer ended at ${where}. ${onContinue && continues && text && !calls?.length && html`<button class="small" onClick=${onContinue}>Continue</button>`}</p>`;
+/** In words, why an answer ended before its end; empty: it ended by itself. */
+function endingOf({ finish, limit, stopText }) {
+  if (finish === "length") return `The answer ended at ${limit ? `its limit of ${limit.toLocaleString()} tokens (“Longest answer” in the settings)` : "the server's limit of tokens, or of the model's context"}.`;
+  if (finish === "stopped") return "You stopped this answer.";
+  if (finish === "stop" && stopText) return `The answer ended at the stop text “${stopText}”.`;
+  if (finish === "tool_calls" || finish === "stop" || !finish) return "";
+  return `The server ended this answer: ${finish.replaceAll("_", " ")}.`;
+}
+
+/** Why an answer ended, and a way to go on. */
+function Ending({ answer, onContinue }) {
+  const words = endingOf(answer);
+  const goesOn = onContinue && ["length", "stopped"].includes(answer.finish) && answer.continues && answer.text && !answer.calls?.length;
+  return words && html`<p class="ending" role="status">${words} ${goesOn && html`<button type="button" class="button small" onClick=${onContinue}>Continue</button>`}</p>`;
 }
 
 /** An answer's text: JSON as code, other text as Markdown. */
-function Text({ text, running }) {
+const Text = memo(function Text({ text, running }) {
   const json = jsonOf(text, running);
-  return json === null ? html`<${Markdown} text=${text} />` : html`<${Code} text=${text} shown=${json} language="json" />`;
+  if (json !== null) return html`<${Code} text=${text} shown=${json} language="json" />`;
+  return running ? html`<${GrowingMarkdown} text=${text} />` : html`<${Markdown} text=${text} />`;
+});
+
+/** The reasoning before an answer, folded. */
+function Thoughts({ answer }) {
+  const [open, setOpen] = useState(false);
+  const { thoughts, thoughtSeconds, running, text, calls } = answer;
+  const runs = running && !text && !calls?.length;
+  const time = thoughtSeconds === undefined ? "" : thoughtSeconds < 1 ? "a moment" : duration(thoughtSeconds);
+  return html`<details class=${names("fold thoughts", runs && "runs")} open=${open} onToggle=${(event) => setOpen(event.target.open)}>
+    <summary>${runs ? `Thinking${time && ` for ${time}`} …` : time ? `Thought for ${time}` : "Thoughts"}</summary>
+    ${open && (running ? html`<${GrowingMarkdown} text=${thoughts} />` : html`<${Markdown} text=${thoughts} />`)}
+  </details>`;
 }
 
-/** One answer. `onChoose`: where there are several, the one that the conversation goes on with; `onContinue`: goes on with it. */
-export function Answer({ answer, label, chosen, onChoose, onContinue, plain }) {
-  const [asTokens, setAsTokens] = useState(false);
-  const [source, setSource] = useState(false);
-  const [copied, setCopied] = useState(false);
-  const copy = async () => {
-    await copyText(answer.text);
-    setCopied(true);
-    setTimeout(() => setCopied(false), 1500);
-  };
+/**
+ * An answer as it is now. `view`: "text", "source" or "tokens"; `plain`: its text is no Markdown; `results`: by id of its
+ * calls what the tools gave; `onResults`: takes what they give; `onContinue`: goes on with it.
+ */
+export function AnswerBody({ node, label, view = "text", plain, results, onResults, onContinue }) {
+  const answer = useGrowing(node);
+  const { text, thoughts, running, error } = answer;
+  const calls = answer.calls ?? [];
   const tokens = answer.tokens ?? [];
-  return html`<article class=${names("answer", chosen && "chosen")} aria-label=${label} aria-busy=${answer.running ? "true" : "false"}>
-    ${onChoose && html`<label class="choose"><input type="radio" name=${onChoose.name} checked=${chosen} onChange=${onChoose.call} /> ${label}</label>`}
-    ${answer.thoughts && html`<details class="thoughts" open=${answer.running && !answer.text}><summary>Thoughts</summary><${Markdown} text=${answer.thoughts} /></details>`}
-    <div class="text" aria-live="polite">
-      ${asTokens && tokens.length ? html`<${Tokens} tokens=${tokens} />` : plain || source ? html`<pre class="plain" tabindex="0">${answer.text}</pre>` : html`<${Text} text=${answer.text} running=${answer.running} />`}
-      ${answer.running && html`<span class="cursor" aria-hidden="true"></span>`}
+  return html`<article class="answer" aria-label=${label} aria-busy=${running ? "true" : "false"}>
+    ${thoughts && html`<${Thoughts} answer=${answer} />`}
+    <div class="text">
+      ${view === "tokens" && tokens.length ? html`<${Tokens} tokens=${tokens} />` : plain || view === "source" ? html`<pre class="plain" tabindex="0">${text}</pre>` : text && html`<${Text} text=${text} running=${running} />`}
+      ${running && html`<span class="cursor" aria-hidden="true"></span>`}
     </div>
-    ${(answer.calls ?? []).map((call) => html`<div class="call"><p>Calls the tool <code>${call.name}</code></p><${Code} text=${pretty(call.arguments)} language="json" /></div>`)}
-    ${answer.error && html`<p class="error" role="alert">${answer.error}</p>`}
-    ${!answer.running && answer.finish === "length" && html`<${Limit} answer=${answer} onContinue=${onContinue} />`}
-    ${!answer.running && html`<${Stats} stats=${answer.stats} finish=${answer.finish} />`}
-    ${!answer.running && html`<div class="tools">
-      <button class="small" onClick=${copy}>${copied ? "Copied" : "Copy"}</button>
-      ${!plain && html`<button class="small" aria-pressed=${source ? "true" : "false"} onClick=${() => setSource(!source)}>Source</button>`}
-      ${tokens.length > 0 && html`<button class="small" aria-pressed=${asTokens ? "true" : "false"} onClick=${() => setAsTokens(!asTokens)}>Tokens</button>`}
-    </div>`}
+    ${calls.map((call) => html`<${Call} key=${call.id} call=${call} running=${running} result=${results?.get(call.id)} />`)}
+    ${calls.length > 0 && !running && onResults && html`<${ResultsForm} calls=${calls} onSend=${onResults} />`}
+    ${error && html`<p class="note error" role="alert">${error}</p>`}
+    ${!running && html`<${Ending} answer=${answer} onContinue=${onContinue} />`}
   </article>`;
 }
+
+// --- calls of tools
+
+/** A call as a card: the tool, what it gets and what it gave. */
+function Call({ call, running, result }) {
+  return html`<section class="call card" aria-label=${`Call of the tool ${call.name}`}>
+    <p class="call-head"><${Icon} name="tool" /><strong>${call.name || "…"}</strong><span class="badge">${running ? "being written" : result === undefined ? "waits for its result" : "answered"}</span></p>
+    <${Arguments} text=${call.arguments} />
+    ${result !== undefined && html`<p class="call-label">Result</p><pre class="call-result" tabindex="0">${pretty(result)}</pre>`}
+  </section>`;
+}
+
+/** Arguments as names with values where they are simple, else as JSON. */
+function Arguments({ text }) {
+  let values = null;
+  try {
+    values = JSON.parse(text || "{}");
+  } catch {
+    // it grows, or the model wrote it wrongly
+  }
+  const entries = values && typeof values === "object" && !Array.isArray(values) ? Object.entries(values) : null;
+  if (!entries || entries.length > 8 || entries.some(([, value]) => typeof value === "object" && value !== null)) return html`<${Code} text=${text} shown=${pretty(text)} language="json" />`;
+  return entries.length ? html`<dl class="arguments">${entries.map(([name, value]) => html`<dt>${name}</dt><dd>${String(value)}</dd>`)}</dl>` : html`<p class="quiet small-text">Without arguments.</p>`;
+}
+
+/** Takes the results of all calls of an answer. */
+function ResultsForm({ calls, onSend }) {
+  const [texts, setTexts] = useState({});
+  const ready = calls.every((call) => texts[call.id]?.trim());
+  const submit = (event) => {
+    event.preventDefault();
+    if (ready) onSend(calls.map((call) => ({ role: "tool", call: call.id, name: call.name, content: texts[call.id] })));
+  };
+  return html`<form class="results" onSubmit=${submit}>
+    ${calls.map((call) => {
+      const id = `result-${call.id}`;
+      return html`<div class="field" key=${call.id}><label for=${id}>Result of <code>${call.name}</code></label>
+        <textarea id=${id} rows="2" placeholder="What the tool would give; the model goes on with it" value=${texts[call.id] ?? ""} onInput=${(event) => setTexts({ ...texts, [call.id]: event.target.value })}></textarea></div>`;
+    })}
+    <button class="button small primary" disabled=${!ready}>${calls.length > 1 ? "Send the results" : "Send the result"}</button>
+  </form>`;
+}
+
+// --- JSON
 
 /** JSON as it is shown; text that is none as it stands. */
 function pretty(text) {

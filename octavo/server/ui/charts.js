@@ -9,8 +9,8 @@ function colorsOf(element) {
   return (name) => style.getPropertyValue(name).trim();
 }
 
-/** Bars of two parts each; `budget`: a line across. Returns what was drawn, to point at. */
-function drawBars(canvas, width, height, bars, most, budget, paints, at) {
+/** Bars of two parts each; `budget`: a line across; `of`: for each bar, whether it stands out, or null; `marks`: bars with a mark above. */
+function drawBars(canvas, width, height, bars, most, budget, paints, at, of, marks = []) {
   const ratio = devicePixelRatio || 1;
   canvas.width = width * ratio;
   canvas.height = height * ratio;
@@ -19,6 +19,7 @@ function drawBars(canvas, width, height, bars, most, budget, paints, at) {
   const scale = (height - 4) / Math.max(1e-9, most);
   bars.forEach((parts, i) => {
     let y = height;
+    context.globalAlpha = of && !of[i] ? 0.25 : 1;
     parts.forEach((value, part) => {
       const size = value * scale;
       context.fillStyle = paints[part];
@@ -26,22 +27,26 @@ function drawBars(canvas, width, height, bars, most, budget, paints, at) {
       y -= size;
     });
   });
+  context.globalAlpha = 1;
   if (budget) {
     context.fillStyle = paints.line;
     context.fillRect(0, height - budget * scale, width, 1);
   }
+  context.fillStyle = paints.mark;
+  for (const i of marks) context.fillRect(i * BAR - 1, 0, BAR + 1.5, 7);
   if (at !== null) {
     context.fillStyle = paints.line;
     context.fillRect(at * BAR + BAR / 2 - 0.5, 0, 1, height);
   }
 }
 
-/** The last steps. `at`: index of the one that is looked at, or null; `onPick(index)`. */
-export function Strip({ steps, budget, at, onPick }) {
+/** The last steps. `at`: index of the one that is looked at, or null; `onPick(index)`; `belongs(step)`: which ones stand out, or null; `onPoint(step)`. */
+export function Strip({ steps, budget, at, onPick, belongs = null, onPoint }) {
   const box = useRef();
   const tokens = useRef();
   const seconds = useRef();
   const [width, setWidth] = useState(0);
+  const [pointed, setPointed] = useState(null);
   const room = Math.max(1, Math.floor(width / BAR));
   const end = at === null ? steps.length : Math.min(steps.length, Math.max(at + Math.ceil(room / 4), room));
   const from = Math.max(0, end - room);
@@ -53,6 +58,7 @@ export function Strip({ steps, budget, at, onPick }) {
   const sums = shown.map((step) => step.prefill + step.decode);
   const slowest = Math.max(1e-3, ...times.map(([a, b]) => a + b));
   const mostTokens = Math.max(1, ...sums);
+  const preempting = [...shown.keys()].filter((i) => shown[i].preemptions > (steps[from + i - 1]?.preemptions ?? shown[i].preemptions));
   const timed = shown.some((step) => step.kernels);
   useLayoutEffect(() => {
     const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
@@ -60,30 +66,42 @@ export function Strip({ steps, budget, at, onPick }) {
     return () => observer.disconnect();
   }, []);
   useEffect(() => {
-    if (!width) return undefined;
+    if (!width || !steps.length) return undefined;
     const redraw = () => {
       const color = colorsOf(tokens.current);
       const mark = at === null ? null : at - from;
-      const paint = (a, b) => Object.assign([color(a), color(b)], { line: color("--ink") });
-      drawBars(tokens.current, width, 90, shown.map((step) => [step.decode, step.prefill]), mostTokens, budget <= mostTokens ? budget : 0, paint("--accent", "--second"), mark);
-      drawBars(seconds.current, width, 70, times, slowest, 0, paint("--third", "--warn"), mark);
+      const paint = (a, b) => Object.assign([color(a), color(b)], { line: color("--ink"), mark: color("--life-set-back") });
+      const of = belongs && shown.map(belongs);
+      drawBars(tokens.current, width, 120, shown.map((step) => [step.decode, step.prefill]), mostTokens, budget <= mostTokens ? budget : 0, paint("--accent", "--second"), mark, of, preempting);
+      drawBars(seconds.current, width, 90, times, slowest, 0, paint("--third", "--warn"), mark, of);
     };
     redraw();
     addEventListener("octavo-theme", redraw);
     return () => removeEventListener("octavo-theme", redraw);
-  }, [steps, steps.length, steps.at(-1), width, at]);
+  }, [steps, steps.length, steps.at(-1), width, at, belongs]);
+  const indexOf = (event) => from + Math.floor((event.clientX - event.target.getBoundingClientRect().left) / BAR);
   const pick = (event) => {
-    const i = from + Math.floor((event.clientX - event.target.getBoundingClientRect().left) / BAR);
+    const i = indexOf(event);
     if (i >= 0 && i < steps.length) onPick(i);
   };
+  const point = (event) => {
+    const step = steps[indexOf(event)];
+    setPointed(step ?? null);
+    onPoint?.(step ?? null);
+  };
+  const leave = () => (setPointed(null), onPoint?.(null));
+  const pointing = { onClick: pick, onPointerMove: point, onPointerLeave: leave };
   const last = shown.at(-1);
   const words = last ? `The last of ${shown.length} steps computed ${last.decode} tokens of decodes and ${last.prefill} of prompts in ${(1e3 * last.seconds).toFixed(1)} ms.` : "No step yet.";
   const wide = { width: `${width}px` };
+  // The box stays, as its width is watched.
+  if (!steps.length) return html`<div class="strip" ref=${box}><p class="quiet">Each step gets a bar here: the tokens that it computes, of prompts and of decodes, and its time.</p></div>`;
   return html`<div class="strip" ref=${box}>
-    <p class="chart-title">Tokens of a step <span class="name"><span class="key key-decode"></span>decode</span> <span class="name"><span class="key key-prefill"></span>prompts</span> <span class="quiet">up to ${mostTokens}, budget ${budget}</span></p>
-    <canvas ref=${tokens} height="90" style=${{ ...wide, height: "90px" }} role="img" aria-label=${`Tokens of the last steps. ${words}`} onClick=${pick}></canvas>
+    <p class="chart-title">Tokens of a step <span class="name"><span class="key key-decode"></span>decode</span> <span class="name"><span class="key key-prefill"></span>prompts</span> ${preempting.length > 0 && html`<span class="name"><span class="key key-set-back"></span>preemption</span> `}<span class="quiet">up to ${mostTokens}, budget ${budget}</span></p>
+    <canvas ref=${tokens} height="120" style=${{ ...wide, height: "120px" }} role="img" aria-label=${`Tokens of the last steps. ${words}`} ...${pointing}></canvas>
     <p class="chart-title">Time of a step <span class="name"><span class="key key-kernels"></span>${timed ? "in kernels" : "in the worker"}</span> <span class="name"><span class="key key-outside"></span>outside</span> <span class="quiet">up to ${(1e3 * slowest).toFixed(1)} ms</span></p>
-    <canvas ref=${seconds} height="70" style=${{ ...wide, height: "70px" }} role="img" aria-label="Times of the last steps" onClick=${pick}></canvas>
+    <canvas ref=${seconds} height="90" style=${{ ...wide, height: "90px" }} role="img" aria-label="Times of the last steps" ...${pointing}></canvas>
+    <p class="tip">${pointed ? html`Step ${pointed.step.toLocaleString()}: ${pointed.decode} tokens of decodes, ${pointed.prefill} of prompts in ${(1e3 * pointed.seconds).toFixed(1)} ms; ${pointed.running} running, ${pointed.waiting} waiting` : html`<span class="quiet">A click goes to a step.</span>`}</p>
   </div>`;
 }
 

@@ -1,10 +1,15 @@
-// The engine, live or from a recording: what its blocks hold, who waits, what steps cost, and a way back through them.
+// The engine, live or from a recording: what it does now, the lives of its requests, its blocks and steps, and a way back through them.
 
-import { html, useEffect, useReducer, useRef, useState, download } from "./dom.js";
-import { BlockMap, Legend, summary, usedOf } from "./block_map.js";
+import { html, names, useEffect, useReducer, useRef, useState, download } from "./dom.js";
+import { BlockMap, Legend, usedOf } from "./block_map.js";
 import { Latencies, Strip } from "./charts.js";
+import { ExampleButton, takesExamples, useExamples } from "./examples.js";
+import { OBSTACLES, phaseAt } from "./lives.js";
 import { Adapters, Changes, Queues, Stores } from "./queues.js";
-import { follow, readChange, readTiers, Recording } from "./recording.js";
+import { follow, Recording } from "./recording.js";
+import { readChange, readGroup, readTiers } from "./records.js";
+import { LifeDetails, Timeline } from "./timeline.js";
+import { Icon, IconButton } from "./widgets.js";
 import { request } from "./api.js";
 
 const MOST_CHANGES = 40;
@@ -32,7 +37,8 @@ function useEngine(mode, model) {
   }, [mode, model]);
   useEffect(() => {
     if (mode !== "recording") return;
-    request("/engine/recording").then((answer) => answer.text()).then((text) => setFile(Recording.read(text))).catch((error) => setState({ live: false, why: error.message }));
+    const { recording = "/engine/recording" } = document.querySelector('meta[name="octavo-mode"]').dataset;
+    request(recording).then((answer) => answer.text()).then((text) => setFile(Recording.read(text))).catch((error) => setState({ live: false, why: error.message }));
   }, [mode]);
   const hold = (held) => {
     if (!held) for (const event of pending.current ?? []) live.current.push(event);
@@ -42,7 +48,14 @@ function useEngine(mode, model) {
   return { recording: file ?? live.current, isFile: Boolean(file), state, setFile, hold, missed: pending.current?.length ?? 0 };
 }
 
-export function Engine({ mode, models = [] }) {
+/** Where a recording is opened: at the step with most requests, and most of them waiting or swapped out. */
+function busiest(steps) {
+  const load = ({ frame, running, waiting, swapped, used, cached, free }) => (frame ? running + 2 * waiting + 3 * swapped + used / (used + cached + free || 1) : -1);
+  return steps.reduce((best, step, i) => (load(step) > load(steps[best]) ? i : best), 0);
+}
+
+/** `given`: the model that the page asks. */
+export function Engine({ mode, models = [], model: given }) {
   const [model, setModel] = useState("");
   const { recording, isFile, state, setFile, hold, missed } = useEngine(mode, model);
   const [wanted, setReplica] = useState(0);
@@ -54,8 +67,10 @@ export function Engine({ mode, models = [] }) {
   const frames = recording.frames(replica);
   const index = at === null ? null : Math.min(at, steps.length - 1);
   const frame = index === null || index < 0 ? frames.at(-1) : steps[index].frame;
+  const several = models.filter((one) => one.status);
+  const asked = model ? models.find((one) => one.id === model) : (several.find((one) => one.status?.value === "loaded") ?? given);
   useEffect(() => {
-    if (isFile) setAt(0);
+    if (isFile) setAt(busiest(recording.steps(replica)));
   }, [isFile, recording]);
   useEffect(() => {
     if (!playing) return undefined;
@@ -66,6 +81,10 @@ export function Engine({ mode, models = [] }) {
     if (!isFile) hold(true);
     setPlaying(false);
     setAt(Math.max(0, Math.min(i, steps.length - 1)));
+  };
+  const play = () => {
+    if (!playing && index === steps.length - 1) setAt(0);
+    setPlaying(!playing);
   };
   const resume = () => {
     setFile(null);
@@ -91,89 +110,143 @@ export function Engine({ mode, models = [] }) {
     saved.title ||= `${document.title}, ${new Date().toISOString().slice(0, 19).replace("T", " ")}`;
     download(`octavo-${new Date().toISOString().slice(0, 19).replaceAll(":", "")}.jsonl`, [saved.lines().join("\n"), "\n"], "application/jsonl");
   };
+  const sent = useExamples(asked);
+  const examples = mode === "live" && !isFile && index === null && takesExamples(asked) ? sent : null;
   return html`<div class="engine">
-    <${Controls} mode=${mode} state=${state} steps=${steps} index=${index} isFile=${isFile} missed=${missed} playing=${playing} hasViews=${frames.length > 0}
-      onPick=${pick} onResume=${resume} onPlay=${() => setPlaying(!playing)} onSave=${save} onOpen=${open} title=${recording.title} />
-    ${(problem || (!state.live && !isFile && state.why)) && html`<p class="error" role="alert">${problem || state.why}</p>`}
-    ${mode === "live" && models.some((one) => one.status) && html`<label class="model">Engine of <select value=${model} onChange=${(event) => (resume(), setModel(event.target.value))}>
+    <header class="engine-head">
+      <${Status} mode=${mode} state=${state} isFile=${isFile} index=${index} missed=${missed} title=${recording.title} />
+      <p class="now">${sentence(recording, replica, frame?.view, index === null ? steps : steps.slice(0, index + 1), isFile || index !== null)}</p>
+      <${Controls} mode=${mode} steps=${steps} index=${index} isFile=${isFile} playing=${playing} hasViews=${frames.length > 0}
+        onPick=${pick} onResume=${resume} onPlay=${play} onSave=${save} onOpen=${open} />
+    </header>
+    ${(problem || (!state.live && !isFile && state.why)) && html`<p class="note error wide" role="alert">${problem || state.why}</p>`}
+    ${mode === "live" && several.length > 0 && html`<label class="model-choice wide">Engine of <select value=${model} onChange=${(event) => (resume(), setModel(event.target.value))}>
       <option value="">the model asked last</option>
-      ${models.filter((one) => one.status).map((one) => html`<option value=${one.id}>${one.id}</option>`)}
+      ${several.map((one) => html`<option value=${one.id}>${one.id}</option>`)}
     </select></label>`}
     <${Replicas} rows=${recording.rows} replica=${replica} onChoose=${setReplica} />
-    ${frame ? html`<${View} frame=${frame} frames=${frames} steps=${steps} index=${index} latencies=${recording.latencies} onPick=${pick} />` : steps.length > 0 && html`
-      <p class="quiet">The map of this step is no longer kept; later ones are.</p><section class="card"><${Strip} steps=${steps} budget=${0} at=${index} onPick=${pick} /></section>`}
+    ${frame ? html`<${View} recording=${recording} isFile=${isFile} replica=${replica} frame=${frame} frames=${frames} steps=${steps} index=${index} examples=${examples} onPick=${pick} />` : steps.length > 0 && html`
+      <p class="quiet wide">The map of this step is no longer kept; later ones are.</p><section class="card wide"><${Strip} steps=${steps} budget=${0} at=${index} onPick=${pick} /></section>`}
   </div>`;
 }
 
-function Controls({ mode, state, steps, index, isFile, missed, playing, hasViews, onPick, onResume, onPlay, onSave, onOpen, title }) {
+function Status({ mode, state, isFile, index, missed, title }) {
+  const words = isFile ? "Recording" : index !== null ? `Paused${missed ? `, ${missed} updates waiting` : ""}` : state.live ? "Live" : mode === "live" ? "Not connected" : "Reading …";
+  return html`<p class="engine-status"><span class=${names("state badge", !isFile && index === null && state.live && "on")} role="status">${words}</span>${isFile && title && html` <span class="quiet">${title}</span>`}</p>`;
+}
+
+const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part === whole ? 0 : 1)} %` : "–");
+const percent = (part, whole) => `${((100 * part) / whole).toFixed(part && part < whole / 20 ? 1 : 0)} %`;
+const strong = (value) => html`<strong>${value}</strong>`;
+
+/** What the engine does, in one sentence. `isPast`: it is looked back at. */
+function sentence(recording, replica, view, steps, isPast) {
+  const row = recording.rows.find((one) => one.number === replica);
+  if (!isPast && row && row.status !== "ready") return html`Engine core ${strong(row.number)} is ${row.status}; ${strong(row.open_requests)} ${row.open_requests === 1 ? "request waits" : "requests wait"} for it and will go on.`;
+  if (!view) return "Nothing has been seen of the engine yet.";
+  const { state } = view;
+  const used = state.blocks_used + state.blocks_pinned;
+  const all = used + state.blocks_cached + state.blocks_free;
+  const parts = [state.num_running ? html`${strong(state.num_running)} running` : "Nothing runs"];
+  const why = new Map();
+  const waiting = view.groups.map(readGroup).filter((one) => one.status === "waiting");
+  for (const { waitsFor } of waiting) why.set(waitsFor ?? "", (why.get(waitsFor ?? "") ?? 0) + 1);
+  // Views have the first of a long queue: the others wait for what most of those do.
+  const most = [...why].sort((a, b) => b[1] - a[1]);
+  most.forEach(([reason, n], i) => parts.push(html`${strong(n + (i ? 0 : state.num_waiting - waiting.length))} waiting ${OBSTACLES[reason] ?? ""}`));
+  if (state.num_swapped) parts.push(html`${strong(state.num_swapped)} swapped out`);
+  if (state.num_running) parts.push(html`${strong(rate(steps))} tokens/s`);
+  if (all) parts.push(html`cache ${strong(percent(used, all))} full`);
+  if (state.prefix_queried_tokens) parts.push(html`${strong(percent(state.prefix_hit_tokens, state.prefix_queried_tokens))} of prompt tokens found`);
+  return html`${parts.map((part, i) => html`${i > 0 && ", "}${part}`)}.`;
+}
+
+function Controls({ mode, steps, index, isFile, playing, hasViews, onPick, onResume, onPlay, onSave, onOpen }) {
   const last = steps.length - 1;
   const now = index ?? last;
   const step = steps[now];
-  const status = isFile ? `Recording${title ? `: ${title}` : ""}` : index !== null ? `Paused${missed ? `, ${missed} updates waiting` : ""}` : state.live ? "Live" : "Not connected";
   return html`<div class="controls" role="group" aria-label="Time">
-    <span class=${`state ${!isFile && index === null && state.live ? "on" : ""}`} role="status">${status}</span>
-    ${index === null ? html`<button onClick=${() => onPick(last)} disabled=${last < 0}>Pause</button>` : (mode === "live" || isFile) && html`${isFile && html`<button onClick=${onPlay}>${playing ? "Hold" : "Play"}</button>`}${mode === "live" && html`<button onClick=${onResume}>${isFile ? "Back to live" : "Resume"}</button>`}`}
-    <button aria-label="One step back" disabled=${now <= 0} onClick=${() => onPick(now - 1)}>◀</button>
+    ${index === null ? html`<button type="button" class="button small" onClick=${() => onPick(last)} disabled=${last < 0}><${Icon} name="pause" />Pause</button>` : html`
+      ${isFile && html`<button type="button" class="button small" onClick=${onPlay}><${Icon} name=${playing ? "pause" : "play"} />${playing ? "Hold" : "Play"}</button>`}
+      ${mode === "live" && html`<button type="button" class="button small primary" onClick=${onResume}><${Icon} name="play" />${isFile ? "Back to live" : "Resume"}</button>`}`}
+    <${IconButton} icon="chevron_left" small label="One step back" disabled=${now <= 0} onClick=${() => onPick(now - 1)} />
     <input type="range" aria-label="Step" min="0" max=${Math.max(0, last)} value=${Math.max(0, now)} aria-valuetext=${step ? `step ${step.step}` : "none"} disabled=${last < 0} onInput=${(event) => onPick(Number(event.target.value))} />
-    <button aria-label="One step forward" disabled=${now >= last} onClick=${() => onPick(now + 1)}>▶</button>
-    <span class="step">${step ? `step ${step.step.toLocaleString()}` : "no step yet"}</span>
-    <button onClick=${onSave} disabled=${!hasViews}>Save</button>
-    <label class="attach">Open <input type="file" accept=".jsonl,application/jsonl" onChange=${onOpen} /></label>
+    <${IconButton} icon="chevron_right" small label="One step forward" disabled=${now >= last} onClick=${() => onPick(now + 1)} />
+    <span class="step number quiet">${step ? `step ${step.step.toLocaleString()}` : "no step yet"}</span>
+    <button type="button" class="button small" onClick=${onSave} disabled=${!hasViews}><${Icon} name="download" />Save</button>
+    <label class="attach button small"><${Icon} name="upload" />Open <input type="file" aria-label="Open a recording" accept=".jsonl,application/jsonl" onChange=${onOpen} /></label>
   </div>`;
 }
 
 function Replicas({ rows, replica, onChoose }) {
   if (rows.length < 2 && (!rows.length || rows[0].status === "ready")) return null;
-  return html`<fieldset class="choice replicas"><legend>Engine cores</legend>${rows.map((row) => html`<label class=${row.status}>
-    <input type="radio" name="replica" checked=${row.number === replica} onChange=${() => onChoose(row.number)} /> ${row.number}: ${row.status}, ${row.open_requests} requests${row.restarts > 0 && `, started again ${row.restarts} ×`}
+  return html`<fieldset class="replicas wide"><legend class="hidden">Engine cores</legend>${rows.map((row) => html`<label class=${names("core", row.status, row.number === replica && "chosen")}>
+    <input type="radio" name="replica" checked=${row.number === replica} onChange=${() => onChoose(row.number)} /> <span><strong>Core ${row.number}</strong> ${row.status}, ${row.open_requests} requests${row.restarts > 0 && `, started again ${row.restarts} ×`}</span>
   </label>`)}</fieldset>`;
 }
 
 const changesOf = (view) => view.changes.map((change) => ({ ...readChange(change), ids: view.request_ids }));
 
-function View({ frame, frames, steps, index, latencies, onPick }) {
+function View({ recording, isFile, replica, frame, frames, steps, index, examples, onPick }) {
   const { view } = frame;
   const changes = [];
   for (let i = frames.indexOf(frame); i >= 0 && changes.length < MOST_CHANGES; i--) changes.push(...changesOf(frames[i].view).reverse());
-  const device = view.blocks.filter((map) => !map.on_host);
-  const host = view.blocks.filter((map) => map.on_host && map.num_blocks > 0);
-  const kind = (map) => (map.has_states ? ", recurrent states" : map.window ? `, window of ${map.window} tokens` : "");
-  const named = (map) => (device.length > 1 ? `Blocks of KV group ${map.group}${kind(map)}` : "Blocks of the KV cache");
+  const { latencies } = recording;
   return html`
-    <${Tiles} view=${view} steps=${index === null ? steps : steps.slice(0, index + 1)} />
-    <section class="card" aria-label="Block map"><h2>Blocks</h2>
-      ${device.map((map) => html`<${Pool} key=${map.first} map=${map} changes=${view.changes.map(readChange)} ids=${view.request_ids} label=${named(map)} />`)}
-      <${Legend} />
-      ${host.map((map) => html`<details class="host" open=${usedOf(map) > 0 || undefined}><summary>Host memory: ${usedOf(map)} blocks of swapped requests of ${map.num_blocks.toLocaleString()}</summary><${Pool} map=${map} ids=${view.request_ids} label="Blocks in host memory" /></details>`)}
-    </section>
-    <section class="card" aria-label="Steps"><h2>Steps</h2><${Strip} steps=${steps} budget=${view.token_budget} at=${index} onPick=${onPick} /></section>
+    <${Picture} recording=${recording} isFile=${isFile} replica=${replica} view=${view} steps=${steps} index=${index} examples=${examples} onPick=${onPick} />
+    <${Tiles} view=${view} />
     <section class="card queues" aria-label="Queues"><h2>Queues</h2><${Queues} view=${view} /></section>
+    <section class="card" aria-label="Changes"><h2>What changed</h2><div class="scroll changes-box" tabindex="0" role="region" aria-label="Changes"><${Changes} changes=${changes.slice(0, MOST_CHANGES)} left=${view.num_changes - view.changes.length} /></div></section>
     ${view.adapters?.length > 0 && html`<section class="card adapters" aria-label="Adapters"><h2>Adapters in slots</h2><${Adapters} view=${view} /></section>`}
     ${readTiers(view.state).length > 0 && html`<section class="card" aria-label="KV stores"><h2>KV stores</h2><${Stores} view=${view} /></section>`}
-    <section class="card" aria-label="Changes"><h2>What changed</h2><div class="scroll changes-box" tabindex="0" role="region" aria-label="Changes"><${Changes} changes=${changes.slice(0, MOST_CHANGES)} left=${view.num_changes - view.changes.length} /></div></section>
     ${latencies.some((one) => one.counts.some(Boolean)) && html`<section class="card wide" aria-label="Latencies"><h2>Latencies since the start</h2><div class="latencies">${latencies.map((one) => html`<${Latencies} key=${one.name} histogram=${one} />`)}</div></section>`}`;
 }
 
-function Pool({ map, changes, ids, label }) {
-  return html`<div class="pool"><p class="pool-title"><strong>${label}</strong> ${summary(map)}</p><${BlockMap} map=${map} changes=${changes} ids=${ids} label=${label} /></div>`;
+/** Lives, blocks and steps: what is pointed at in one of them stands out in all. */
+function Picture({ recording, isFile, replica, view, steps, index, examples, onPick }) {
+  const [focus, setFocus] = useState(null);
+  const [line, setLine] = useState(null);
+  const [chosen, setChosen] = useState(null);
+  const { lives } = recording;
+  const at = index === null ? null : steps[index].at;
+  const shownLife = chosen === null ? undefined : lives.find(chosen);
+  const stands = focus ?? (shownLife ? chosen : null);
+  const life = stands === null ? undefined : lives.find(stands);
+  // A step belongs to a request that has computed in it.
+  const belongs = life ? (step) => ["prompt", "decode"].includes(phaseAt(life, step.at - step.seconds / 2)?.kind) && life.replica === replica : null;
+  const device = view.blocks.filter((map) => !map.on_host);
+  const host = view.blocks.filter((map) => map.on_host && map.num_blocks > 0);
+  const kind = (map) => (map.has_states ? ", recurrent states" : map.window ? `, window of ${map.window} tokens` : "");
+  const named = (map) => (device.length > 1 ? `KV group ${map.group}${kind(map)}` : "KV cache");
+  const pointing = { focus: stands, onFocus: setFocus, onChoose: setChosen };
+  const empty = html`<div class="empty-state"><p>Each request gets a row here as it arrives: when it waits and for what, the chunks of its prompt, its decoding, and whether it is preempted, swapped out or resumed on another core.</p>${examples && html`<${ExampleButton} examples=${examples} />`}</div>`;
+  return html`
+    <section class=${names("card wide lives-card", shownLife && "with-details")} aria-label="Lives of requests" onKeyDown=${(event) => event.key === "Escape" && setChosen(null)}>
+      <div class="lives-main"><${Timeline} lives=${lives} at=${at} isFile=${isFile} focus=${focus} chosen=${shownLife ? chosen : null} line=${line} numCores=${recording.rows.length} empty=${empty} onFocus=${setFocus} onChoose=${setChosen} />
+        ${examples && lives.all.length > 0 && (examples.done !== null || view.state.num_running === 0) && html`<${ExampleButton} examples=${examples} small />`}</div>
+      ${shownLife && html`<${LifeDetails} life=${shownLife} lives=${lives} steps=${steps} onPick=${onPick} onClose=${() => setChosen(null)} />`}
+    </section>
+    <section class="card" aria-label="Block map"><h2>Blocks</h2>
+      ${device.map((map) => html`<${BlockMap} key=${`${map.group} ${map.first}`} map=${map} changes=${view.changes.map(readChange)} ids=${view.request_ids} label=${named(map)} ...${pointing} />`)}
+      ${host.map((map) => html`<details class="fold host" open=${usedOf(map) > 0 || undefined}><summary>Host memory: ${usedOf(map).toLocaleString()} blocks of swapped requests</summary><${BlockMap} map=${map} ids=${view.request_ids} label="Host memory" ...${pointing} /></details>`)}
+      <${Legend} />
+    </section>
+    <section class="card" aria-label="Steps"><h2>Steps</h2><${Strip} steps=${steps} budget=${view.token_budget} at=${index} onPick=${onPick} belongs=${belongs} onPoint=${(step) => setLine(step ? step.at : null)} /></section>`;
 }
 
-const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part === whole ? 0 : 1)} %` : "–");
-
-function Tiles({ view, steps }) {
+function Tiles({ view }) {
   const { state } = view;
   const used = state.blocks_used + state.blocks_pinned;
   const all = used + state.blocks_cached + state.blocks_free;
   const tiles = [
-    ["Blocks in use", share(used, all), `${used} of ${all}`],
-    ["Output", rate(steps), "tokens/s in the last seconds"],
+    ["Blocks in use", share(used, all), `${used.toLocaleString()} of ${all.toLocaleString()}, ${state.blocks_cached.toLocaleString()} cached`],
     ["Prefix hits", share(state.prefix_hit_tokens, state.prefix_queried_tokens), `${state.prefix_hit_tokens.toLocaleString()} of ${state.prefix_queried_tokens.toLocaleString()} tokens`],
     ["Preemptions", state.preemptions_by_recompute + state.preemptions_by_swap, `${state.recomputed_tokens.toLocaleString()} tokens again, ${state.swapped_out_blocks.toLocaleString()} blocks moved`],
     ["Evictions", view.evicted_blocks.toLocaleString(), "blocks of the prefix cache"],
   ];
   if (state.speculation) tiles.push(["Drafts accepted", share(state.speculation[2], state.speculation[1]), `${state.speculation[2].toLocaleString()} of ${state.speculation[1].toLocaleString()} tokens`]);
   if (state.adapters) tiles.push(["Adapters in slots", state.adapters[0], `${state.adapters[1]} in memory, ${state.adapters[2]} loading`]);
-  return html`<dl class="tiles">${tiles.map(([name, value, note]) => html`<div class="tile"><dt>${name}</dt><dd><strong>${value}</strong><span class="quiet">${note}</span></dd></div>`)}</dl>`;
+  return html`<dl class="tiles wide">${tiles.map(([name, value, note]) => html`<div class="tile"><dt>${name}</dt><dd><strong>${value}</strong> <span class="quiet">${note}</span></dd></div>`)}</dl>`;
 }
 
 /** Tokens of decodes a second, over the last five seconds of steps. */
@@ -186,5 +259,6 @@ function rate(steps) {
     tokens += steps[i].decode;
     begin = steps[i].at - steps[i].seconds - steps[i].between;
   }
-  return last.at > begin ? (tokens / (last.at - begin)).toFixed(1) : "–";
+  const value = last.at > begin ? tokens / (last.at - begin) : 0;
+  return value < 100 ? value.toFixed(1) : Math.round(value).toLocaleString();
 }

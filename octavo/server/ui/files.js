@@ -9,18 +9,37 @@ export const MOST_KEPT = 64 << 20;
 
 export const megabytes = (bytes) => `${Math.round(bytes / (1 << 20))} MB`;
 
-/** A file as turns have it: { id, name, type, size, blob, url }; `url` has its content. Throws an Error. */
-export function readFile(blob, { id = newId(), name = blob.name || "file" } = {}) {
+/** Bytes of a text file, which goes into the question as text. */
+const MOST_TEXT = 1 << 20;
+
+/** "image", "audio" or "text": what a file is read as. */
+export const sortOf = ({ type }) => (type.startsWith("image/") ? "image" : type.startsWith("audio/") || type.startsWith("video/") ? "audio" : "text");
+
+/** A file as messages have it: { id, name, type, size, blob, url, text }; `url` has its content, and `text` that of a text. Throws an Error. */
+export async function readFile(blob, { id = newId(), name = blob.name || "file", type = blob.type } = {}) {
   if (blob.size > MOST_FILE) throw new Error(`${name} has ${megabytes(blob.size)}; this page takes files of up to ${megabytes(MOST_FILE)}.`);
+  const file = { id, name, type, size: blob.size, blob };
+  if (sortOf(file) === "text") return { ...file, url: "text", text: await textOf(blob, name) };
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
-    reader.onload = () => resolve({ id, name, type: blob.type, size: blob.size, blob, url: reader.result });
+    reader.onload = () => resolve({ ...file, url: reader.result });
     reader.onerror = () => reject(new Error(`${name} cannot be read: ${reader.error.message}`));
     reader.readAsDataURL(blob);
   });
 }
 
-export const filesOf = (conversation) => conversation.turns.flatMap((turn) => turn.files ?? []);
+async function textOf(blob, name) {
+  if (blob.size > MOST_TEXT) throw new Error(`${name} has ${(blob.size / (1 << 20)).toFixed(1)} MB; a text file may have up to ${megabytes(MOST_TEXT)}.`);
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await blob.arrayBuffer());
+    if (!text.includes("\0")) return text;
+  } catch {
+    // its bytes are no text
+  }
+  throw new Error(`${name} was left out: it is neither text nor a picture nor a recording.`);
+}
+
+export const filesOf = (conversation) => conversation.nodes.flatMap((node) => node.files ?? []);
 
 let database = null;
 
@@ -57,8 +76,9 @@ export async function withFiles(conversation) {
       // it is shown as gone
     }
   }
-  const filled = (turn) => (turn.files ? { ...turn, files: turn.files.map((file) => found.get(file.id) ?? file) } : turn);
-  return { ...conversation, turns: conversation.turns.map(filled) };
+  if (!found.size) return conversation;
+  const filled = (node) => (node.files ? { ...node, files: node.files.map((file) => found.get(file.id) ?? file) } : node);
+  return { ...conversation, nodes: conversation.nodes.map(filled) };
 }
 
 let saving = Promise.resolve();

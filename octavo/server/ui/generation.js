@@ -1,9 +1,35 @@
-// One request for answers: they grow as their parts arrive.
+// One request for answers: they grow as their parts arrive. Only the elements that show them are drawn again meanwhile.
 
+import { useEffect, useReducer } from "./dom.js";
 import { request, events, lost } from "./api.js";
 import { payloadOf, routeOf } from "./requests.js";
 
-const emptyAnswer = () => ({ text: "", thoughts: "", calls: [], tokens: [], running: true, finish: null, error: null, stats: null });
+export const emptyAnswer = () => ({ text: "", thoughts: "", calls: [], tokens: [], running: true, finish: null, error: null, stats: null });
+
+/** Answers that grow now, by the id of their node, and who shows them. */
+const growing = new Map();
+const watchers = new Map();
+
+/** Shows how far an answer is; null: its node has it again. */
+export function setGrowing(id, answer) {
+  if (answer) growing.set(id, answer);
+  else growing.delete(id);
+  watchers.get(id)?.forEach((redraw) => redraw());
+}
+
+/** An answer as it is now. */
+export function useGrowing(node) {
+  const [, redraw] = useReducer((n) => n + 1, 0);
+  useEffect(() => {
+    const all = watchers.get(node.id) ?? new Set();
+    watchers.set(node.id, all.add(redraw));
+    return () => {
+      all.delete(redraw);
+      if (!all.size) watchers.delete(node.id);
+    };
+  }, [node.id]);
+  return growing.get(node.id) ?? node;
+}
 
 /** An answer with what was generated after it. */
 export const joined = (begun, more) => ({ ...more, text: begun.text + more.text, thoughts: begun.thoughts + more.thoughts, tokens: [...(begun.tokens ?? []), ...more.tokens] });
@@ -85,6 +111,10 @@ function take(answers, kind, choice, times) {
   const delta = kind === "chat" ? (choice.delta ?? {}) : { content: choice.text };
   const thoughts = delta.reasoning_content ?? delta.reasoning;
   if (delta.content || thoughts || delta.tool_calls?.length) arrived(times, choice.index);
+  if (thoughts) {
+    const { first, last } = times.each[choice.index];
+    answer.thoughtSeconds = (last - first) / 1e3;
+  }
   answer.text += delta.content ?? "";
   answer.thoughts += thoughts ?? "";
   for (const part of delta.tool_calls ?? []) {
@@ -95,6 +125,7 @@ function take(answers, kind, choice, times) {
   }
   answer.tokens.push(...tokensOf(kind, choice.logprobs));
   answer.finish = choice.finish_reason ?? answer.finish;
+  if (typeof choice.stop_reason === "string") answer.stopText = choice.stop_reason;
 }
 
 /** Tokens as { text, logprob, top: [[text, logprob], ...] }. */

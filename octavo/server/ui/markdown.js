@@ -1,7 +1,10 @@
 // Markdown as elements. A model's text never becomes markup of the page: every piece of it is the text of an element,
 // links go to http, https and mailto only, and pictures are shown as links, so that no answer makes the browser fetch.
 
-import { html, copyText, useState } from "./dom.js";
+import { html, useMemo, useRef } from "./dom.js";
+import { colorLine, hasColors } from "./code_colors.js";
+import { readable } from "./formulas.js";
+import { CopyButton } from "./widgets.js";
 
 // Every scan goes forwards only: the cost is linear in the text, whatever a model writes.
 
@@ -57,6 +60,8 @@ class Spans {
       case "_": return this.pair(place, "__", "strong") || this.emphasis(place) || { end: place + 1 };
       case "~": return this.pair(place, "~~", "s") || { end: place + 1 };
       case "h": return this.bare(place) || { end: place + 1 };
+      case "$": return this.formula(place, "$", "$") || { end: place + 1 };
+      case "\\": return this.formula(place, "\\(", "\\)") || { end: place + 1 };
       default: return { end: place + 1 };
     }
   }
@@ -132,6 +137,18 @@ class Spans {
     return { end: close + 1, element: html`<em>${inline(text.slice(place + 1, close), this.depth + 1)}</em>` };
   }
 
+  /** A formula in one line; a "$" before a space or behind one is an amount. */
+  formula(place, open, close) {
+    const { text } = this;
+    const begin = place + open.length;
+    if (!text.startsWith(open, place) || (open === "$" && (isSpace(text[begin]) || text[begin] === "$" || /[\w$]/.test(text[place - 1] ?? "")))) return null;
+    const end = this.next(close, begin + 1, (from) => text.indexOf(close, from));
+    if (open === "$" && (isSpace(text[end - 1]) || /[\d$]/.test(text[end + 1] ?? ""))) return null;
+    const line = this.next("line", begin, (from) => text.indexOf("\n", from));
+    if (end > line || end === Infinity) return null;
+    return { end: end + close.length, element: html`<code class="formula">${readable(text.slice(begin, end))}</code>` };
+  }
+
   bare(place) {
     BARE.lastIndex = place;
     const found = BARE.exec(this.text);
@@ -190,55 +207,100 @@ function isSeparator(line) {
 const cellsOf = (line) => line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|").map((cell) => cell.trim());
 
 /** Whether a line ends the paragraph before it. */
-const beginsBlock = (line) => /^ {0,3}(#{1,6}\s|>|`{3,}|~{3,})/.test(line) || isRule(line) || ITEM.test(line);
+const beginsBlock = (line) => /^ {0,3}(#{1,6}\s|>|`{3,}|~{3,}|\$\$|\\\[)/.test(line) || isRule(line) || ITEM.test(line);
+
+const FORMULA = /^ {0,3}(?:\$\$|\\\[)/;
+
+const linesOf = (text) => (text.includes("\r") ? text.replace(/\r\n?/g, "\n") : text).split("\n");
 
 /** A text as block elements. */
 export function Markdown({ text }) {
-  return html`<div class="markdown">${blocks(text.replace(/\r\n?/g, "\n").split("\n"))}</div>`;
+  return html`<div class="markdown">${blocks(linesOf(text))}</div>`;
+}
+
+/** A text that grows: what was read of it stays as it is, but for its last two blocks, which may still become others. */
+export function GrowingMarkdown({ text }) {
+  const read = useRef({ head: "", done: [] });
+  const { current } = read;
+  if (!text.startsWith(current.head)) Object.assign(current, { head: "", done: [] });
+  const lines = text.slice(current.head.length).split("\n");
+  const found = [];
+  for (let at = 0; at < lines.length; ) {
+    const { element, next } = block(lines, at, 0);
+    if (element) found.push({ element, at });
+    at = next;
+  }
+  const live = found.splice(-2);
+  if (found.length) {
+    current.done = [...current.done, ...found.map((one) => one.element)];
+    current.head += `${lines.slice(0, live[0].at).join("\n")}\n`;
+  }
+  return html`<div class="markdown">${[...current.done, ...live.map((one) => one.element)]}</div>`;
 }
 
 function blocks(lines, depth = 0) {
   const out = [];
-  let at = 0;
-  while (at < lines.length) {
-    const line = lines[at];
-    const fence = fenceOf(line);
-    const heading = headingOf(line);
-    if (!line.trim()) {
-      at += 1;
-    } else if (fence) {
-      const stop = until(lines, at + 1, (other) => closes(other, fence.mark));
-      out.push(html`<${Code} language=${fence.language} text=${lines.slice(at + 1, stop).join("\n")} />`);
-      at = stop + 1;
-    } else if (heading) {
-      // Headings of an answer are no headings of the page: they stand below those of its own.
-      const { level, title } = heading;
-      out.push(html`<p class=${`md-h md-h${Math.min(level, 4)}`} role="heading" aria-level=${Math.min(level + 3, 6)}>${inline(title)}</p>`);
-      at += 1;
-    } else if (isRule(line)) {
-      out.push(html`<hr />`);
-      at += 1;
-    } else if (QUOTE.test(line)) {
-      const stop = until(lines, at, (other) => !QUOTE.test(other));
-      const inner = lines.slice(at, stop).map((other) => other.replace(QUOTE, ""));
-      out.push(html`<blockquote>${depth < MOST_NESTED ? blocks(inner, depth + 1) : inner.join("\n")}</blockquote>`);
-      at = stop;
-    } else if (ITEM.test(line)) {
-      const stop = until(lines, at + 1, (other, i) => !ITEM.test(other) && !/^\s{2,}\S/.test(other) && (other.trim() !== "" || !/^\s{2,}\S|^\s*([-*+]|\d{1,9}[.)])\s/.test(lines[i + 1] ?? "")));
-      out.push(list(lines.slice(at, stop), depth));
-      at = stop;
-    } else if (line.includes("|") && isSeparator(lines[at + 1] ?? "")) {
-      const stop = until(lines, at + 2, (other) => !other.includes("|"));
-      out.push(table(lines.slice(at, stop)));
-      at = stop;
-    } else {
-      const stop = until(lines, at + 1, (other) => !other.trim() || beginsBlock(other));
-      out.push(html`<p>${lines.slice(at, stop).flatMap((part, i) => [...(i ? [html`<br />`] : []), ...inline(part.trim())])}</p>`);
-      at = stop;
-    }
+  for (let at = 0; at < lines.length; ) {
+    const { element, next } = block(lines, at, depth);
+    if (element) out.push(element);
+    at = next;
   }
   return out;
 }
+
+/** The block that begins at a line, if one does, and the line after it. */
+function block(lines, at, depth) {
+  const line = lines[at];
+  if (!line.trim()) return { next: at + 1 };
+  const fence = fenceOf(line);
+  if (fence) {
+    const stop = until(lines, at + 1, (other) => closes(other, fence.mark));
+    return { element: html`<${Code} language=${fence.language} text=${lines.slice(at + 1, stop).join("\n")} />`, next: stop + 1 };
+  }
+  const heading = headingOf(line);
+  if (heading) {
+    // Headings of an answer are no headings of the page: they stand below those of its own.
+    const { level, title } = heading;
+    return { element: html`<p class=${`md-h md-h${Math.min(level, 4)}`} role="heading" aria-level=${Math.min(level + 3, 6)}>${inline(title)}</p>`, next: at + 1 };
+  }
+  if (isRule(line)) return { element: html`<hr />`, next: at + 1 };
+  const formula = FORMULA.test(line) && formulaOf(lines, at);
+  if (formula) return formula;
+  if (QUOTE.test(line)) {
+    const stop = until(lines, at, (other) => !QUOTE.test(other));
+    const inner = lines.slice(at, stop).map((other) => other.replace(QUOTE, ""));
+    return { element: html`<blockquote>${depth < MOST_NESTED ? blocks(inner, depth + 1) : inner.join("\n")}</blockquote>`, next: stop };
+  }
+  if (ITEM.test(line)) {
+    const stop = until(lines, at + 1, (other, i) => !ITEM.test(other) && !/^\s{2,}\S/.test(other) && (other.trim() !== "" || !/^\s{2,}\S|^\s*([-*+]|\d{1,9}[.)])\s/.test(lines[i + 1] ?? "")));
+    return { element: list(lines.slice(at, stop), depth), next: stop };
+  }
+  if (line.includes("|") && isSeparator(lines[at + 1] ?? "")) {
+    const stop = until(lines, at + 2, (other) => !other.includes("|"));
+    return { element: table(lines.slice(at, stop)), next: stop };
+  }
+  const stop = until(lines, at + 1, (other) => !other.trim() || beginsBlock(other));
+  return { element: html`<p>${lines.slice(at, stop).flatMap((part, i) => [...(i ? [html`<br />`] : []), ...inline(part.trim())])}</p>`, next: stop };
+}
+
+/** Lines of a formula that a text never closes. */
+const MOST_FORMULA_LINES = 40;
+
+/** A formula of lines of its own; null: it is not closed before the next empty line. */
+function formulaOf(lines, at) {
+  const [open, close] = lines[at].trimStart().startsWith("$$") ? ["$$", "$$"] : ["\\[", "\\]"];
+  const first = lines[at].trimStart().slice(2);
+  const inFirst = first.indexOf(close);
+  if (inFirst >= 0) return first.slice(inFirst + 2).trim() ? null : { element: formula(first.slice(0, inFirst)), next: at + 1 };
+  const last = Math.min(lines.length, at + MOST_FORMULA_LINES);
+  for (let i = at + 1; i < last && lines[i].trim(); i++) {
+    const end = lines[i].indexOf(close);
+    if (end >= 0) return lines[i].slice(end + 2).trim() ? null : { element: formula([first, ...lines.slice(at + 1, i), lines[i].slice(0, end)].join("\n")), next: i + 1 };
+  }
+  return null;
+}
+
+const formula = (tex) => html`<pre class="formula" tabindex="0">${readable(tex)}</pre>`;
 
 function until(lines, from, ends) {
   let at = from;
@@ -270,14 +332,37 @@ function table([head, , ...rows]) {
 
 /** A block of code with a button that copies it; `shown`: where not all of it is shown, what is. */
 export function Code({ text, shown = text, language }) {
-  const [copied, setCopied] = useState(false);
-  const copy = async () => {
-    await copyText(text);
-    setCopied(true);
-    setTimeout(() => setCopied(false), 1500);
-  };
+  const colored = useColored(shown, language);
   return html`<div class="code">
-    <div class="code-head"><span>${language || "text"}</span><button class="small" onClick=${copy}>${copied ? "Copied" : "Copy"}</button></div>
-    <pre tabindex="0"><code>${shown}</code></pre>
+    <div class="code-head"><span>${language || "text"}</span><${CopyButton} text=${text} label="Copy code" /></div>
+    <pre tabindex="0"><code>${colored}</code></pre>
   </div>`;
+}
+
+/** Lines of code that get colours; longer code is shown without. */
+const MOST_COLORED = 4000;
+
+/** Code with its colours; of code that grows only the new lines are read. */
+function useColored(text, language) {
+  const read = useRef({ language: null, lines: [] });
+  return useMemo(() => {
+    const lines = text.split("\n");
+    if (!hasColors(language ?? "") || lines.length > MOST_COLORED) return text;
+    const old = read.current.language === language ? read.current.lines : [];
+    let open = null;
+    const colored = lines.map((line, i) => {
+      const known = old[i];
+      const one = known && known.line === line && known.before === open && known.isLast === (i === lines.length - 1) ? known : { line, before: open, isLast: i === lines.length - 1, ...coloredLine(line, language, open, i < lines.length - 1) };
+      ({ open } = one);
+      return one;
+    });
+    read.current = { language, lines: colored };
+    return colored.map((one) => one.element);
+  }, [text, language]);
+}
+
+/** A line as elements, and what lasts from it to the next. */
+function coloredLine(line, language, before, hasNext) {
+  const { parts, open } = colorLine(line, language, before);
+  return { open, element: html`<span>${parts.map(([kind, part]) => (kind ? html`<span class=${`c-${kind}`}>${part}</span>` : part))}${hasNext ? "\n" : ""}</span>` };
 }

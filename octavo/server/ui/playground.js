@@ -1,147 +1,242 @@
-// The playground: conversations, completions and recordings with the served model and its adapters.
+// The playground: conversations, completions and recordings with the served models and their adapters.
 
-import { html, useEffect, useRef, useState } from "./dom.js";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./dom.js";
 import { Composer } from "./composer.js";
-import { newConversation } from "./conversations.js";
+import { newConversation, newId, pathBefore, pathOf, versionsOf, withAnswers, withChanges, withChosen, withMessages, without } from "./conversations.js";
 import { withFiles } from "./files.js";
-import { getJson } from "./api.js";
-import { generate, joined } from "./generation.js";
+import { emptyAnswer, generate, joined, setGrowing } from "./generation.js";
 import { History, useHistory } from "./history.js";
 import { bodyOf, KINDS, kindsOf, ownSettings, settingsOf } from "./requests.js";
 import { Samples } from "./samples.js";
-import { Settings } from "./settings.js";
+import { EXAMPLE_TOOL, readTyped, Settings, useFields, useOptions } from "./settings.js";
 import { Turn } from "./turns.js";
+import { useAbout, Welcome } from "./welcome.js";
+import { Drawer, Icon, useDialog, useMedia } from "./widgets.js";
 
-const EMPTY = {
-  chat: "Ask something. Conversations stay in this browser.",
-  completion: "Begin a text: the model goes on with it.",
-  transcription: "What is said in a recording becomes text. It stays in this browser.",
-  translation: "What is said in a recording becomes English text. It stays in this browser.",
-};
-
-export function Playground({ models }) {
+/** `panels`: which of { history, settings } are open, and `setPanels` changes some of them. */
+export function Playground({ models, model, onModel, panels, setPanels }) {
   const [current, setCurrent] = useState(() => newConversation());
-  const [options, setOptions] = useState({ model: "", typed: {}, values: {}, wrong: [], tokens: false, schema: "", tools: "" });
-  const [defaults, setDefaults] = useState({});
-  const [run, setRun] = useState(null);
+  const [options, setOptions] = useOptions();
+  const [runs, setRuns] = useState(new Map());
   const [problem, setProblem] = useState("");
-  const { list, keep, remove, notice } = useHistory(current, Boolean(run));
+  const [begun, setBegun] = useState(null);
+  const running = runs.has(current.id);
+  const history = useHistory(current, running);
   const latest = useRef(current);
   latest.current = current;
-  const model = models.find((one) => one.id === options.model) ?? models[0];
   const kinds = kindsOf(model);
-  const own = ownSettings(current.kind, model, defaults);
-  useEffect(() => {
-    // A server that does not say them has them all the same.
-    if (model?.loaded === false) setDefaults({}); // asking would load it
-    else if (model) getJson(model.status ? `/props?model=${encodeURIComponent(model.id)}` : "/props").then((props) => setDefaults(props.default_generation_settings?.params ?? {}), () => {});
-  }, [model]);
+  const isServed = kinds.includes(current.kind);
+  const own = ownSettings(current.kind, model);
+  const { fields, error, load } = useFields(current.kind, Boolean(model));
+  const about = useAbout(model);
+  const path = useMemo(() => pathOf(current), [current.nodes, current.chosen]);
 
-  const change = (conversation) => setCurrent({ ...conversation, changed: Date.now() });
+  /** Changes a conversation, which may no longer be the one that is shown. */
+  const update = (id, act) => {
+    if (latest.current.id !== id) return history.change(id, act);
+    latest.current = act(latest.current);
+    setCurrent(latest.current);
+  };
   const open = async (conversation) => {
-    run?.abort();
-    keep();
+    history.keep(latest.current);
     setProblem("");
+    setPanels({ history: false });
+    latest.current = conversation;
     setCurrent(conversation);
     const filled = await withFiles(conversation);
-    if (latest.current === conversation) setCurrent(filled);
+    const files = new Map(filled.nodes.filter((node) => node.files).map((node) => [node.id, { files: node.files }]));
+    // What was answered meanwhile stays.
+    if (filled !== conversation && latest.current.id === conversation.id) update(conversation.id, (now) => ({ ...withChanges(now, files), changed: now.changed }));
   };
+  const begin = (kind = current.kind) => open(newConversation(kind, current.system));
   useEffect(() => {
-    if (kinds.length && !kinds.includes(current.kind) && !current.turns.length) setCurrent(newConversation(kinds[0]));
+    if (kinds.length && !kinds.includes(current.kind) && !current.nodes.length) setCurrent(newConversation(kinds[0], current.system));
   }, [model, current]);
 
-  /** The body of the request for a conversation; null, and the reason is shown, if what was typed beside it is wrong. */
-  const prepare = (conversation, begun) => {
+  /** The body of the request that answers the end of a branch; null, and the reason is shown, if what was typed beside it is wrong. */
+  const prepare = (conversation, branch, more = {}) => {
     try {
-      if (options.wrong.length) throw new Error(`These settings are no JSON: ${options.wrong.join(", ")}.`);
-      const body = bodyOf(conversation, { ...options, model: model?.id, settings: settingsOf(options, own), ...parsed(options), begun });
+      const body = request(conversation, branch, more);
       if ("file" in body && !body.file?.blob) throw new Error("The recording is no longer in this browser: choose it again.");
       return body;
-    } catch (error) {
-      setProblem(error.message);
+    } catch (reason) {
+      setProblem(reason.message);
       return null;
     }
   };
-
-  /** Answers the last turn; `before`: answers that stay beside the new ones. Whether it could be sent. */
-  const answer = (conversation, before = []) => {
-    const body = prepare(conversation);
-    if (body) begin(conversation, body, (answers) => ({ answers: [...before, ...answers], chosen: before.length }));
-    return Boolean(body);
+  const request = (conversation, branch, more = {}) => {
+    const { typed, tokens, prediction } = options;
+    if (!fields && Object.keys(typed).length) throw new Error("The settings are still being loaded: try again in a moment.");
+    const { values, wrong } = readTyped(fields ?? [], typed);
+    if (wrong.length) throw new Error(`These settings are no JSON: ${wrong.join(", ")}.`);
+    return bodyOf(conversation, branch, { model: model?.id, settings: settingsOf(typed, values, own), tokens, prediction, ...parsed(options), ...more });
   };
 
-  /** Goes on with the chosen answer of the last turn. */
-  const goOn = (index) => {
-    const { answers, chosen = 0 } = current.turns[index];
-    const body = prepare(cut(index), answers[chosen].text);
-    if (body) begin(cut(index), body, ([more]) => ({ answers: answers.map((one, i) => (i === chosen ? joined(one, more) : one)), chosen }));
-  };
-
-  /** Runs a request; `arrange`: the last turn of its answers. */
-  const begin = async (conversation, body, arrange) => {
+  /** Runs a request whose answers have these ids; `before`: an answer that is gone on with. */
+  const run = async ({ id, kind }, ids, body, before = null) => {
     setProblem("");
     const abort = new AbortController();
-    setRun(abort);
-    const show = (answers) => {
-      if (latest.current.id !== conversation.id) return;
-      change({ ...conversation, turns: [...conversation.turns, { role: "assistant", ...arrange(answers) }] });
-    };
-    show([{ text: "", thoughts: "", tokens: [], running: true }]);
-    show(await generate(conversation.kind, body, show, abort.signal, "max_tokens" in own && !("max_tokens" in options.typed)));
-    setRun((now) => (now === abort ? null : now));
+    setRuns((now) => new Map(now).set(id, abort));
+    const whole = (answer) => (before ? joined(before, answer) : answer);
+    const show = (answers) => ids.forEach((one, i) => answers[i] && setGrowing(one, whole(answers[i])));
+    show(ids.map(emptyAnswer));
+    const answers = await generate(kind, body, show, abort.signal, "max_tokens" in own && !("max_tokens" in options.typed));
+    update(id, (now) => withChanges(now, new Map(ids.map((one, i) => [one, whole(answers[i])]))));
+    for (const one of ids) setGrowing(one, null);
+    setRuns((now) => new Map([...now].filter(([other]) => other !== id)));
+    if (model.loaded === false) onModel(model.id); // it is loaded now
   };
 
-  const send = (content, files) => answer({ ...current, turns: [...(current.kind === "chat" ? current.turns : []), { role: "user", content, files }] });
-  const cut = (index) => ({ ...current, turns: current.turns.slice(0, index) });
-  const edit = (index, content, files) => answer({ ...current, turns: [...cut(index).turns, { ...current.turns[index], content, files }] });
-  const choose = (index, chosen) => change({ ...current, turns: current.turns.map((turn, i) => (i === index ? { ...turn, chosen } : turn)) });
-  const useTool = (index, call, content) => {
-    const turns = [...cut(index + 1).turns, { role: "tool", call: call.id, name: call.name, content }];
-    answer({ ...current, turns });
+  /** Answers a message. Whether it could be sent. */
+  const answer = (conversation, parent) => {
+    const branch = pathOf(conversation);
+    const body = prepare(conversation, branch.slice(0, branch.findIndex((one) => one.id === parent) + 1));
+    if (!body) return false;
+    const batch = newId();
+    const count = KINDS[conversation.kind].takes ? 1 : Number(body.n) || (body.use_beam_search && Number(body.best_of)) || 1;
+    const answers = Array.from({ length: Math.min(count, 64) }, () => ({ id: newId(), role: "assistant", batch, ...emptyAnswer() }));
+    const next = withAnswers(conversation, parent, answers);
+    latest.current = next;
+    setCurrent(next);
+    void run(next, answers.map((one) => one.id), body);
+    return true;
+  };
+  const say = (parent, messages) => {
+    const next = withMessages(latest.current, parent, messages);
+    return answer(next, pathOf(next).at(-1).id);
   };
 
-  const turns = useFollowed(current, Boolean(run));
-  const isServed = kinds.includes(current.kind);
+  // A completion has one prompt: another one is another version of it.
+  const send = (content, files) => say(current.kind === "chat" ? (path.at(-1)?.id ?? "") : "", [{ role: "user", content, files }]);
+  const actions = useRef({}).current;
+  Object.assign(actions, {
+    edit: (node, content, files) => say(node.parent, [{ role: "user", content, files }]),
+    regenerate: (node) => answer(latest.current, node.parent),
+    useTools: (node, results) => say(node.id, results),
+    choose: (node) => update(current.id, (now) => withChosen(now, node)),
+    remove: (node) => update(current.id, (now) => without(now, node.id)),
+    goOn: (node) => {
+      const body = prepare(latest.current, pathBefore(path, node.id), { begun: node.text });
+      if (body) void run(latest.current, [node.id], body, node);
+    },
+  });
+  const remove = (conversation) => {
+    runs.get(conversation.id)?.abort();
+    history.remove(conversation.id);
+    if (conversation.id !== latest.current.id) return;
+    latest.current = newConversation(current.kind, current.system);
+    setCurrent(latest.current);
+  };
+  const rename = (conversation, title) => (conversation.id === current.id ? update(current.id, (now) => ({ ...now, title })) : history.change(conversation.id, (now) => ({ ...now, title })));
+  const takeExample = ({ text, attach, tool }) => {
+    setBegun({ text });
+    if (tool && !options.tools.trim()) setOptions({ tools: EXAMPLE_TOOL });
+    if (attach) document.querySelector(".composer input[type=file]")?.click();
+  };
+
+  const isDocked = useMedia("(min-width: 60rem)");
+  const settingsDocked = useMedia("(min-width: 78rem)");
+  const list = html`<${History} list=${history.list} current=${current} running=${runs} onOpen=${(one) => one.id !== current.id && open(one)} onNew=${() => begin(isServed ? current.kind : kinds[0])} onRemove=${remove} onRename=${rename} onImport=${history.add} onClose=${isDocked ? undefined : () => setPanels({ history: false })} />`;
+  const settings = isServed && html`<${Settings} kind=${current.kind} fields=${fields} error=${error} onLoad=${load} options=${options} setOptions=${setOptions} own=${own} model=${model} models=${models} onModel=${onModel}
+    system=${current.system} onSystem=${(system) => update(current.id, (now) => ({ ...now, system, changed: Date.now() }))}><${Sample} kind=${current.kind} make=${() => request(current, path.slice(0, path.findLastIndex((node) => node.role !== "assistant") + 1))} /></${Settings}>`;
   return html`<div class="playground">
-    <${History} list=${list} current=${current} onOpen=${open} onNew=${() => open(newConversation(isServed ? current.kind : kinds[0]))} onRemove=${(id) => (remove(id), id === current.id && setCurrent(newConversation(current.kind)))} />
+    ${isDocked ? panels.historyDocked && html`<div class="side">${list}</div>` : panels.history && html`<${SideDrawer} onClose=${() => setPanels({ history: false })}>${list}</${SideDrawer}>`}
     <div class="talk">
-      <${Bar} current=${current} kinds=${kinds} models=${models} model=${model} onKind=${(kind) => open(newConversation(kind))} onModel=${(id) => setOptions({ ...options, model: id })} />
-      ${notice.map((text) => html`<p class="notice" role="status">${text}</p>`)}
-      ${!isServed && html`<p class="error" role="alert">This model ${current.kind in KINDS && kinds.length ? `makes no ${KINDS[current.kind].label.toLowerCase()}` : "does not generate text"}: it can ${model.tasks.join(", ")}.</p>`}
-      ${current.kind === "chat" && isServed && html`<details class="system" open=${Boolean(current.system)}><summary>System prompt</summary>
-        <textarea aria-label="System prompt" rows="2" value=${current.system} onInput=${(event) => change({ ...current, system: event.target.value })}></textarea></details>`}
-      <div class="turns" ref=${turns} role="log" aria-label="Conversation">
-        ${!current.turns.length && isServed && html`<p class="quiet empty">${EMPTY[current.kind]}</p>`}
-        ${current.turns.map((turn, i) => html`<${Turn} key=${`${current.id}-${i}`} turn=${turn} index=${i} kind=${current.kind} busy=${Boolean(run) || !isServed}
-          onEdit=${(text, files) => edit(i, text, files)} onRegenerate=${() => answer(cut(i), turn.answers)} onChoose=${(chosen) => choose(i, chosen)}
-          isLast=${i === current.turns.length - 1} onContinue=${i === current.turns.length - 1 && (() => goOn(i))} onTool=${i === current.turns.length - 1 && ((call, text) => useTool(i, call, text))} />`)}
+      <${Conversation} conversation=${current} path=${path} busy=${running || !isServed} running=${running} actions=${actions}>
+        ${!current.nodes.length && isServed && html`<${Welcome} kind=${current.kind} model=${model} about=${about} onExample=${takeExample} sample=${(text) => request(current, text ? [{ role: "user", content: text, files: [] }] : [])} />`}
+        ${current.kind === "chat" && current.system.trim() && current.nodes.length > 0 && html`<button type="button" class="system-line cut" title=${current.system} onClick=${() => setPanels({ settings: true })}>System prompt: ${current.system}</button>`}
+        ${model && !isServed && current.nodes.length === 0 && !kinds.length && html`<p class="note" role="status">This model does not generate text: it can ${model.tasks.join(", ")}. Call it from your program, or watch it under Engine.</p>`}
+      </${Conversation}>
+      <div class="foot">
+        ${history.notice.map((text) => html`<p class="note" role="status">${text}</p>`)}
+        ${model && !isServed && current.nodes.length > 0 && html`<p class="note error" role="alert">This model ${kinds.length ? `makes no ${KINDS[current.kind].label.toLowerCase()}` : "does not generate text"}: it can ${model.tasks.join(", ")}.</p>`}
+        ${problem && html`<p class="note error" role="alert">${problem}</p>`}
+        ${isServed && html`<${Composer} key=${KINDS[current.kind].takes ?? "text"} kind=${current.kind} kinds=${kinds} model=${model} running=${running} begun=${begun} onKind=${begin} onSend=${send} onStop=${() => runs.get(current.id)?.abort()} />`}
       </div>
-      ${problem && html`<p class="error" role="alert">${problem}</p>`}
-      ${isServed && html`<${Composer} key=${KINDS[current.kind].takes ?? "text"} kind=${current.kind} model=${model} running=${Boolean(run)} onSend=${send} onStop=${() => run?.abort()} />`}
     </div>
-    ${isServed && html`<${Panel} current=${current} model=${model} options=${options} setOptions=${setOptions} defaults=${defaults} own=${own} />`}
+    ${panels.settings && settings && (settingsDocked
+      ? html`<aside class="panel" aria-label="Settings"><div class="drawer-head"><h2>Settings</h2><button type="button" class="icon-button" aria-label="Close settings" onClick=${() => setPanels({ settings: false })}><${Icon} name="close" /></button></div><div class="drawer-body">${settings}</div></aside>`
+      : html`<${Drawer} title="Settings" onClose=${() => setPanels({ settings: false })}>${settings}</${Drawer}>`)}
   </div>`;
 }
 
-/** Keeps the end of what is written in view while it is, unless somebody scrolls up to read. */
-function useFollowed(current, runs) {
-  const turns = useRef();
-  const follows = useRef(false);
-  useEffect(() => {
-    if (runs) follows.current = true;
-    let last = scrollY;
-    const onScroll = () => {
-      if (scrollY < last - 2) follows.current = false;
-      last = scrollY;
-    };
-    addEventListener("scroll", onScroll);
-    return () => removeEventListener("scroll", onScroll);
-  }, [runs]);
-  useEffect(() => {
-    if (follows.current) turns.current.lastElementChild?.scrollIntoView({ block: "end" });
-    if (!runs) follows.current = false;
-  }, [current, runs]);
+function SideDrawer({ onClose, children }) {
+  const box = useDialog(onClose);
+  return html`<div class="backdrop" onClick=${onClose}></div><div class="side over" ref=${box} tabindex="-1" role="dialog" aria-modal="true" aria-label="Conversations">${children}</div>`;
+}
+
+/** Messages that are drawn at first, and how many more at a time; of long conversations the others wait above. */
+const SHOWN = 60;
+
+/** The messages of a branch. The end of what is written stays in view, unless somebody scrolls up to read. */
+function Conversation({ conversation, path, busy, running, actions, children }) {
+  const [shown, setShown] = useState(SHOWN);
+  const { box, content, isAtEnd, goToEnd } = useFollowed(conversation.id, running);
+  useEffect(() => setShown(SHOWN), [conversation.id]);
+  const turns = useMemo(() => turnsOf(conversation, path), [path]);
+  const hidden = Math.max(0, turns.length - shown);
+  const more = () => setShown((now) => now + SHOWN);
+  return html`<div class="turns-box">
+    <div class="turns-scroll" ref=${box} onScroll=${(event) => hidden > 0 && event.target.scrollTop < 300 && more()}>
+      <div class="turns" ref=${content} role="log" aria-label="Conversation">
+        ${children}
+        ${hidden > 0 && html`<button type="button" class="button small earlier" onClick=${more}>${hidden} earlier ${hidden === 1 ? "message" : "messages"}</button>`}
+        ${turns.slice(hidden).map(({ node, results, versions }, i, all) => html`<${Turn} key=${node.id} node=${node} versions=${versions} results=${results} kind=${conversation.kind} busy=${busy} isLast=${i === all.length - 1} actions=${actions} />`)}
+      </div>
+    </div>
+    ${!isAtEnd && turns.length > 0 && html`<button type="button" class="to-end" onClick=${goToEnd}><${Icon} name="arrow_down" />To the end</button>`}
+  </div>`;
+}
+
+/** The messages that are drawn for themselves: results of tools stand in the answer that has called them. */
+function turnsOf(conversation, path) {
+  const turns = [];
+  for (const node of path) {
+    const caller = node.role === "tool" && turns.at(-1);
+    if (caller && caller.node.calls?.some((call) => call.id === node.call)) (caller.results ??= new Map()).set(node.call, node.content);
+    else turns.push({ node, versions: versionsOf(conversation, node), results: undefined });
+  }
   return turns;
+}
+
+/** Pixels from the end that count as the end. */
+const NEAR = 48;
+
+function useFollowed(id, runs) {
+  const box = useRef();
+  const content = useRef();
+  const follows = useRef(true);
+  const [isAtEnd, setAtEnd] = useState(true);
+  const goToEnd = () => {
+    follows.current = true;
+    box.current.scrollTop = box.current.scrollHeight;
+    setAtEnd(true);
+  };
+  useLayoutEffect(goToEnd, [id]);
+  useEffect(() => void (runs && goToEnd()), [runs]);
+  useEffect(() => {
+    const element = box.current;
+    let last = element.scrollTop;
+    const isEnd = () => element.scrollHeight - element.scrollTop - element.clientHeight < NEAR;
+    const onScroll = () => {
+      if (isEnd()) follows.current = true;
+      else if (element.scrollTop < last - 2) follows.current = false;
+      last = element.scrollTop;
+      setAtEnd(follows.current || isEnd());
+    };
+    const observer = new ResizeObserver(() => {
+      if (follows.current) element.scrollTop = element.scrollHeight;
+      else setAtEnd(isEnd());
+    });
+    element.addEventListener("scroll", onScroll, { passive: true });
+    observer.observe(content.current);
+    observer.observe(element);
+    return () => {
+      element.removeEventListener("scroll", onScroll);
+      observer.disconnect();
+    };
+  }, []);
+  return { box, content, isAtEnd, goToEnd };
 }
 
 /** The JSON that was typed beside the settings. Throws an Error that names what is none. */
@@ -157,50 +252,8 @@ function parsed({ schema, tools }) {
   return { schema: read(schema, "The JSON schema"), tools: read(tools, "The tools") };
 }
 
-function Bar({ current, kinds, models, model, onKind, onModel }) {
-  return html`<div class="bar">
-    <fieldset class="choice"><legend class="hidden">Kind of request</legend>
-      ${kinds.map((kind) => html`<label><input type="radio" name="kind" checked=${current.kind === kind} onChange=${() => onKind(kind)} /> ${KINDS[kind].label}</label>`)}
-    </fieldset>
-    <label class="model">Model <select value=${model?.id ?? ""} onChange=${(event) => onModel(event.target.value)}>
-      ${models.map((one) => html`<option value=${one.id}>${one.parent ? `${one.id} (adapter)` : one.loaded === false ? `${one.id} (not loaded)` : one.id}</option>`)}
-    </select></label>
-    ${model?.max_model_len && html`<span class="quiet">${model.max_model_len.toLocaleString()} tokens</span>`}
-  </div>`;
-}
-
-function Panel({ current, model, options, setOptions, defaults, own }) {
-  const [open, setOpen] = useState(matchMedia("(min-width: 80rem)").matches);
-  const set = (change) => setOptions((now) => ({ ...now, ...change }));
-  const writes = !KINDS[current.kind].takes;
-  return html`<aside class="panel" aria-label="Settings">
-    <details open=${open} onToggle=${(event) => setOpen(event.target.open)}><summary>Settings</summary>
-      ${open && html`
-      ${writes && html`<label class="check"><input type="checkbox" checked=${options.tokens} onChange=${(event) => set({ tokens: event.target.checked })} /> Each token's probability and alternatives</label>`}
-      <${Settings} kind=${current.kind} typed=${options.typed} defaults=${defaults} own=${own} onChange=${(typed, { values, wrong }) => set({ typed, values, wrong })} />
-      ${writes && html`<details><summary>JSON schema${options.schema.trim() && " (set)"}</summary>
-        <p class="help" id="schema-help">The answer is JSON of this schema.</p>
-        <textarea aria-label="JSON schema" aria-describedby="schema-help" rows="6" spellcheck="false" value=${options.schema} placeholder='{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}' onInput=${(event) => set({ schema: event.target.value })}></textarea></details>`}
-      ${current.kind === "chat" && html`<details><summary>Tools${options.tools.trim() && " (set)"}</summary>
-        <p class="help" id="tools-help">A list of functions, as the API takes them; you give their results.</p>
-        <textarea aria-label="Tools" aria-describedby="tools-help" rows="6" spellcheck="false" value=${options.tools} placeholder='[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]' onInput=${(event) => set({ tools: event.target.value })}></textarea></details>`}
-      <${Sample} current=${current} model=${model} options=${options} own=${own} />`}
-    </details>
-  </aside>`;
-}
-
 /** The request of the last answer, or the one that would be sent, as a program. */
-function Sample({ current, model, options, own }) {
+function Sample({ kind, make }) {
   const [open, setOpen] = useState(false);
-  return html`<details onToggle=${(event) => setOpen(event.target.open)}><summary>Copy as curl or Python</summary>${open && sample()}</details>`;
-
-  function sample() {
-    const asked = current.turns.findLastIndex((turn) => !turn.answers);
-    try {
-      const body = bodyOf({ ...current, turns: current.turns.slice(0, asked + 1) }, { ...options, model: model?.id, settings: settingsOf(options, own), ...parsed(options) });
-      return html`<${Samples} kind=${current.kind} body=${body} />`;
-    } catch (error) {
-      return html`<p class="error">${error.message}</p>`;
-    }
-  }
+  return html`<details class="fold group" open=${open} onToggle=${(event) => setOpen(event.target.open)}><summary>This request as code</summary>${open && html`<div class="group-body"><${Samples} kind=${kind} make=${make} /></div>`}</details>`;
 }

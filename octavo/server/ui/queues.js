@@ -1,7 +1,8 @@
 // The queues of the scheduler, and what has happened to groups and blocks, in words.
 
 import { html, useState } from "./dom.js";
-import { readGroup, readTiers } from "./recording.js";
+import { OBSTACLES } from "./lives.js";
+import { readGroup, readTiers } from "./records.js";
 import { nameOf, RequestName, shortOf } from "./request_names.js";
 
 const TITLES = { running: "Running", waiting: "Waiting", swapped: "Swapped out" };
@@ -12,6 +13,13 @@ function preempted(group, name) {
   if (group.swaps) parts.push(`${group.swaps} × swap (${group.swapped} blocks moved)`);
   if (parts.length) parts.push(group.preemptedFor === null ? "no block was left" : html`for request ${name(group.preemptedFor)}`);
   return parts.map((part, i) => html`${i > 0 && ", "}${part}`);
+}
+
+/** What it waits for, and how it was preempted. */
+function notes(group, name) {
+  const waits = group.isFetching ? "fetching its prefix" : OBSTACLES[group.waitsFor] ? `waits ${OBSTACLES[group.waitsFor]}` : "";
+  const parts = preempted(group, name);
+  return html`${waits}${waits && parts.length > 0 && "; "}${parts}`;
 }
 
 const seconds = (value) => (value < 10 ? value.toFixed(1) : Math.round(value).toLocaleString());
@@ -29,10 +37,10 @@ export function Queues({ view }) {
     return html`<section class="queue" aria-label=${title}>
       <h3>${title} <span class="number">${totals[status]}</span></h3>
       ${rows.length > 0 && html`<div class="scroll" tabindex="0" role="region" aria-label=${`${title}: requests`}><table>
-        <thead><tr><th scope="col">Request</th><th scope="col">Prompt</th><th scope="col">Output</th><th scope="col">Computed</th><th scope="col">Age (s)</th><th scope="col">Preempted</th></tr></thead>
+        <thead><tr><th scope="col">Request</th><th scope="col">Prompt</th><th scope="col">Output</th><th scope="col">Computed</th><th scope="col">Age (s)</th><th scope="col">Notes</th></tr></thead>
         <tbody>${rows.slice(0, 40).map((group) => html`<tr key=${group.id}>
           <th scope="row">${name(group.id)}${group.seqs > 1 && html` <span class="quiet">× ${group.seqs}</span>`}</th>
-          <td>${group.prompt}${group.cached > 0 && html` <span class="quiet">(${group.cached} cached)</span>`}</td><td>${group.output}</td><td>${group.computed}</td><td>${seconds(group.age)}</td><td>${group.isFetching ? "fetching its prefix" : preempted(group, name)}</td></tr>`)}
+          <td>${group.prompt}${group.cached > 0 && html` <span class="quiet">(${group.cached} cached)</span>`}</td><td>${group.output}</td><td>${group.computed}</td><td>${seconds(group.age)}</td><td>${notes(group, name)}</td></tr>`)}
         </tbody></table></div>`}
       ${totals[status] > Math.min(40, rows.length) && html`<p class="quiet">and ${totals[status] - Math.min(40, rows.length)} more</p>`}
     </section>`;

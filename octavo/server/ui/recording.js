@@ -1,24 +1,13 @@
 // What the engine has sent: the last steps and the views they belong to, to look back at, to save and to open again.
-// The arrays of a step, a run and a group have their fields in the order of octavo/core/stats.py.
 
 import { events, lost, request } from "./api.js";
+import { Lives } from "./lives.js";
+import { readStep } from "./records.js";
 
 const FORMAT = "octavo-recording";
 const MOST_STEPS = 1000;
 /** Runs of blocks, and ids of requests, in all views that are kept; beyond, the oldest views lose their maps. */
 const MOST_RUNS = 300_000;
-
-const STEP = ["step", "at", "seconds", "worker", "kernels", "between", "prefill", "decode", "running", "waiting", "swapped", "used", "cached", "free", "preemptions", "queried", "hits"];
-const GROUP = ["id", "status", "seqs", "prompt", "output", "computed", "cached", "age", "recomputes", "recomputed", "swaps", "swapped", "preemptedFor", "isFetching"];
-const CHANGE = ["kind", "step", "group", "blocks", "cost", "preemptedFor", "why"];
-const TIER = ["tier", "asked", "found", "written", "dropped", "evicted", "damaged", "bytesRead", "bytesWritten", "readSeconds", "writeSeconds", "heldBytes", "maxBytes", "errors", "trouble"];
-/** Where `StoreStats` has the tiers of the KV stores. */
-const TIERS = 8;
-const named = (fields) => (values) => Object.fromEntries(fields.map((field, i) => [field, values[i]]));
-export const readGroup = named(GROUP);
-export const readChange = named(CHANGE);
-export const readTiers = (state) => (state.stores?.[TIERS] ?? []).map(named(TIER));
-const readStep = named(STEP);
 
 /** One replica's view, with the steps that it has brought. */
 class Frame {
@@ -26,7 +15,7 @@ class Frame {
     this.event = event;
     this.view = view;
     this.steps = steps;
-    this.weight = view.blocks.reduce((sum, map) => sum + (map.runs?.length ?? 0) + (map.bins?.length ?? 0), 1 + Object.keys(view.request_ids ?? {}).length);
+    this.weight = view.blocks.reduce((sum, map) => sum + (map.runs?.length ?? 0) + (map.bins?.length ?? 0), 1 + Object.keys(view.request_ids ?? {}).length + (view.lives?.length ?? 0));
   }
 }
 
@@ -40,6 +29,7 @@ export class Recording {
     this.rows = [];
     this.latencies = [];
     this.weight = 0;
+    this.lives = new Lives(bounded);
   }
 
   push(event) {
@@ -56,6 +46,7 @@ export class Recording {
       one.steps.push(...frame.steps);
       if (this.bounded) this.bound(one, frame);
     }
+    this.lives.add(event);
   }
 
   bound(one, frame) {

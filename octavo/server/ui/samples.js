@@ -75,14 +75,24 @@ export function asPython(kind, body, origin) {
 /** Files within a text are megabytes, which nobody reads: their beginning. */
 const shortened = (text) => text.replace(/(data:[\w/.+-]*;base64,[\w+/]{24})[\w+/=]{40,}/g, (_, begin) => `${begin}…`);
 
-export function Samples({ kind, body }) {
-  const [language, setLanguage] = useState("curl");
+/** The request that `make` gives as a program, or why there is none. */
+export function Samples({ kind, make }) {
+  try {
+    return html`<${Sample} kind=${kind} body=${make()} />`;
+  } catch (error) {
+    return html`<p class="error">${error.message}</p>`;
+  }
+}
+
+function Sample({ kind, body }) {
+  const [language, setLanguage] = useState("Python");
   const text = (language === "curl" ? asCurl : asPython)(kind, body, location.origin);
   return html`<div class="samples">
-    <fieldset class="choice"><legend>This request as</legend>
-      ${["curl", "Python"].map((name) => html`<label><input type="radio" name="sample" checked=${language === name} onChange=${() => setLanguage(name)} /> ${name}</label>`)}
-    </fieldset>
-    <${Code} text=${text} shown=${shortened(text)} language=${language} />
+    <div class="segments" role="group" aria-label="Language">
+      ${["Python", "curl"].map((name) => html`<button type="button" aria-pressed=${language === name ? "true" : "false"} onClick=${() => setLanguage(name)}>${name}</button>`)}
+    </div>
+    <${Code} text=${text} shown=${shortened(text)} language=${language === "curl" ? "bash" : "python"} />
     ${text.includes(";base64,") && html`<p class="help">Images are copied whole.</p>`}
+    ${language === "Python" && html`<p class="help">With OpenAI's package: <code>pip install openai</code>. Any program for OpenAI's API works with this base URL.</p>`}
   </div>`;
 }

@@ -74,10 +74,15 @@ def test_what_is_no_recording_is_refused_with_the_line(content: bytes, words: st
 
 
 def test_the_recording_of_the_documentation_shows_what_its_title_says() -> None:
-    shown = events(Path(__file__).resolve().parents[3] / "docs" / "recordings" / "forks_and_a_swap.jsonl")
+    shown = events(Path(__file__).resolve().parents[3] / "docs" / "recordings" / "a_busy_half_minute.jsonl")
     views = [event.views[0] for event in shown if event.views]
-    assert {"fork", "copy", "swap", "swap_out", "evict"} <= {change.kind for view in views for change in view.changes}
-    assert views[-1].state.prefix_hit_tokens > 0
+    assert {"fork", "copy", "recompute", "swap", "swap_out", "swap_in"} <= {
+        change.kind for view in views for change in view.changes
+    }
+    assert max(view.state.prefix_hit_tokens for view in views) > 0
+    assert any(row.status != "ready" for event in shown for row in event.replicas)
+    assert any(row.is_resumed for view in views for row in view.groups) and not views[-1].groups
+    assert {event.why for view in views for event in view.lives if event.kind == "end"} == {"length"}
 
 
 def test_a_recording_is_not_read_if_it_is_too_large_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
