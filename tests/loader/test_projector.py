@@ -102,6 +102,19 @@ def test_two_files_answer_as_the_folder(family: str, tmp_path: Path, saved: dict
     assert len({tuple(tokens) for _, tokens, _ in expected}) == 3
 
 
+def test_a_template_of_texts_gets_what_stands_around_an_image(tmp_path: Path, saved: dict[str, Path]) -> None:
+    language, projector = tmp_path / "tiny.gguf", tmp_path / "mmproj.gguf"
+    folder = shutil.copytree(saved["qwen2_5_vl"], tmp_path / "folder")
+    text = (folder / "tokenizer.json").read_text().replace("<row_1_col_1>", "<|vision_start|>")
+    (folder / "tokenizer.json").write_text(text.replace("<row_1_col_2>", "<|vision_end|>"))
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    write_files(folder, "qwen2_5_vl", language, projector, template=template)
+    pad, start, end = map(SPECIAL.index, ("<|image_pad|>", "<row_1_col_1>", "<row_1_col_2>"))
+    for prompt, _, _ in answers(language)[:2]:
+        special = [token for token in prompt if token < len(SPECIAL)]
+        assert special == [start, *[pad] * 64, end] * (len(special) // 66) != []
+
+
 def test_the_one_beside_is_found(files: tuple[Path, Path], saved: dict[str, Path], tmp_path: Path) -> None:
     language, projector = files
     assert find_projector(language) == projector
