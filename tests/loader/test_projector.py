@@ -414,6 +414,19 @@ def test_a_token_stands_in_for_one_that_the_vocabulary_lacks(tmp_path: Path, sav
         resolve_model(str(language), mmproj=str(projector))
 
 
+def test_the_token_of_unknown_words_may_stand_for_images(tmp_path: Path, saved: dict[str, Path]) -> None:
+    """Its id is 0 in the vocabulary of LLaVA 1.5, which has no token for images."""
+    language, projector = tmp_path / "tiny.gguf", tmp_path / "mmproj.gguf"
+    folder = shutil.copytree(saved["llava"], tmp_path / "folder")
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace('"<bos>"', '"<unk>"').replace('"<image>"', '"<picture>"'))
+    write_files(folder, "llava", language, projector)
+    made = resolve_model(str(language), mmproj=str(projector))
+    facts = read_model_config(made).image_facts
+    assert facts is not None and facts.token_id == 0
+    assert read_image_processor(made, read_json(made / "config.json")).placeholder == "<unk>"
+
+
 def test_all_tensors_are_checked_and_counted(files: tuple[Path, Path], saved: dict[str, Path], tmp_path: Path) -> None:
     language, projector = files
     folder = resolve_model(str(language))
