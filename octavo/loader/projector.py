@@ -125,7 +125,7 @@ class Family:
     #: preprocessor_config.json, but for the normalisation.
     settings: Callable[[Projector], dict[str, Any]]
     #: From the layout of the file to that of transformers' checkpoints, under the network's names.
-    layout: tuple[CheckpointEntry, ...] = ()
+    layout: Callable[[Metadata], Sequence[CheckpointEntry]] = lambda m: ()
     #: Beginnings of the network's names whose tensors are not computed, if the network lacks them.
     unused: str = ""
 
@@ -302,7 +302,7 @@ FAMILIES: dict[str, Family] = {
         ),
         _gemma3,
         _gemma3_settings,
-        layout=(Transform(r"^tower\.norm\.weight$", lambda weight: weight - 1),),
+        layout=lambda m: [Transform(r"^tower\.norm\.weight$", lambda weight: weight - 1)],
     ),
     "idefics3": Family(
         {"llama": "Idefics3ForConditionalGeneration"},
@@ -325,7 +325,7 @@ FAMILIES: dict[str, Family] = {
         _GATED,
         _qwen2_5_vl,
         _qwen2_5_vl_settings,
-        layout=(StackFrames("tower.patches.weight"),),
+        layout=lambda m: [StackFrames("tower.patches.weight")],
     ),
 }
 
@@ -428,6 +428,7 @@ class ProjectorCheckpoint:
         self.file = GGUFFile(path)
         m, network = Metadata(self.file), f"the tower of {architecture}"
         self._family = family_of(m)
+        self._layout = self._family.layout(m)
         self._shapes = shapes
         renames = [Rename(rf"^{pattern}", name) for pattern, name in self._family.names]
         is_swapped = self._has_swapped_mlp(m.integer("vision.embedding_length"))
@@ -450,7 +451,7 @@ class ProjectorCheckpoint:
         if not any(name in names for name in self._shapes):  # a later pipeline stage
             return
         pairs: Pairs = ((name, self._values(tensor)) for name, tensor in self._tensors.items())
-        for entry in self._family.layout:
+        for entry in self._layout:
             pairs = entry.apply(pairs, self._shapes)
         yield from pairs
 
@@ -470,7 +471,7 @@ class ProjectorCheckpoint:
     def _check(self, entries: Sequence[CheckpointEntry], network: str) -> None:
         """Passes tensors without values through all entries, and compares the results with the tower."""
         pairs: Pairs = ((name, without_values(t.shape, np.float32)) for name, t in self._tensors.items())
-        for entry in (*self._family.layout, *(entry for entry in entries if not isinstance(entry, Drop))):
+        for entry in (*self._layout, *(entry for entry in entries if not isinstance(entry, Drop))):
             pairs = entry.apply(pairs, self._shapes)
         seen = set()
         for name, tensor in pairs:
