@@ -113,7 +113,7 @@ def _write_language(
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if re.fullmatch("<.+>", token) else 1 for token in tokens])
+    writer.add_token_types([3 if re.fullmatch(r"<.+>|\[.+\]", token) else 1 for token in tokens])
     writer.add_token_merges(["q z"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
