@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Q
 from safetensors.numpy import load_file, save_file
 
 from tests import image_models
-from tests.image_models import CHAT_TEMPLATE, SPECIAL
+from tests.image_models import CHAT_TEMPLATE
 
 #: Family -> how transformers saves it, and its placeholder.
 FAMILIES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -61,16 +61,18 @@ def write_files(
     kind: Q = Q.F32,
     edit: dict[str, Any] | None = None,
     drop: str = "$^",
+    template: str = "",
 ) -> None:
     """Writes a saved model as a language file and a projector.
 
     ``kind``: the type of the projector's matrices. ``edit``: keys of the projector with other values, None for none;
-    ``drop``: pattern of its tensors that are left out.
+    ``drop``: pattern of its tensors that are left out. ``template``: the chat template instead of one for images.
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     text = {n: t for n, t in tensors.items() if not re.search(r"visual|vision|projector|connector", n)}
-    _write_language(language, family, config["text_config"], folder, text)
+    template = template or CHAT_TEMPLATE.replace("IMAGE", FAMILIES[family][1])
+    _write_language(language, family, config["text_config"], folder, text, template)
     writer = gguf.GGUFWriter(projector, "clip")
     writer.add_bool("clip.has_vision_encoder", True)
     for key, value in (_projector_keys(family, config, folder) | (edit or {})).items():
@@ -85,7 +87,9 @@ def write_files(
     _finish(writer)
 
 
-def _write_language(path: Path, family: str, config: Any, folder: Path, tensors: Mapping[str, np.ndarray]) -> None:
+def _write_language(
+    path: Path, family: str, config: Any, folder: Path, tensors: Mapping[str, np.ndarray], template: str
+) -> None:
     arch = _ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config["num_hidden_layers"])
@@ -109,11 +113,11 @@ def _write_language(path: Path, family: str, config: Any, folder: Path, tensors:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in SPECIAL or token.startswith("<unused") else 1 for token in tokens])
+    writer.add_token_types([3 if re.fullmatch(r"<.+>|\[.+\]", token) else 1 for token in tokens])
     writer.add_token_merges(["q z"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    writer.add_chat_template(CHAT_TEMPLATE.replace("IMAGE", FAMILIES[family][1]))
+    writer.add_chat_template(template)
     names = gguf.get_tensor_name_map(_kind(arch), config["num_hidden_layers"])
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for name, value in tensors.items():

@@ -866,6 +866,8 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
     "qwen3": ("Qwen3ForCausalLM", _decoder),
     "qwen3 with classes": ("Qwen3ForSequenceClassification", _yes_no_scorer),
     "qwen3moe": ("Qwen3MoeForCausalLM", partial(_mixture, renormalize=True)),
+    "qwen3vl": ("Qwen3ForCausalLM", _decoder),
+    "qwen3vlmoe": ("Qwen3MoeForCausalLM", partial(_mixture, renormalize=True)),
     "olmo": ("OlmoForCausalLM", lambda m: _decoder(m, **_clip(m))),
     "olmo2": ("Olmo2ForCausalLM", _decoder),
     "olmo2 with a window": ("Olmo3ForCausalLM", _olmo3),

@@ -114,9 +114,8 @@ class Projector:
 class Family:
     """A kind of projectors."""
 
-    architecture: str
-    #: ``general.architecture`` of the language models.
-    languages: tuple[str, ...]
+    #: ``general.architecture`` of the language models -> the architecture of the whole.
+    languages: Mapping[str, str]
     #: The tensor that makes the features, and its dimension of their width.
     output: tuple[str, int]
     #: (pattern of names in the file, the network's name).
@@ -126,7 +125,7 @@ class Family:
     #: preprocessor_config.json, but for the normalisation.
     settings: Callable[[Projector], dict[str, Any]]
     #: From the layout of the file to that of transformers' checkpoints, under the network's names.
-    layout: tuple[CheckpointEntry, ...] = ()
+    layout: Callable[[Metadata], Sequence[CheckpointEntry]] = lambda m: ()
     #: Beginnings of the network's names whose tensors are not computed, if the network lacks them.
     unused: str = ""
 
@@ -294,8 +293,7 @@ _GATED = (
 #: By ``clip.projector_type``.
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
-        "Gemma3ForConditionalGeneration",
-        ("gemma3",),
+        {"gemma3": "Gemma3ForConditionalGeneration"},
         ("mm.input_projection.weight", 1),
         (
             *_VIT,
@@ -304,19 +302,17 @@ FAMILIES: dict[str, Family] = {
         ),
         _gemma3,
         _gemma3_settings,
-        layout=(Transform(r"^tower\.norm\.weight$", lambda weight: weight - 1),),
+        layout=lambda m: [Transform(r"^tower\.norm\.weight$", lambda weight: weight - 1)],
     ),
     "idefics3": Family(
-        "Idefics3ForConditionalGeneration",
-        ("llama",),
+        {"llama": "Idefics3ForConditionalGeneration"},
         ("mm.model.fc.weight", 0),
         (*_VIT, (r"mm\.model\.fc\.", "tower.projector.")),
         _idefics3,
         _idefics3_settings,
     ),
     "mlp": Family(
-        "LlavaForConditionalGeneration",
-        ("llama", "qwen2", "qwen3"),
+        dict.fromkeys(("llama", "qwen2", "qwen3"), "LlavaForConditionalGeneration"),
         ("mm.2.weight", 0),
         (*_VIT, (r"mm\.0\.", "tower.projector.linear_1."), (r"mm\.2\.", "tower.projector.linear_2.")),
         _llava,
@@ -324,13 +320,12 @@ FAMILIES: dict[str, Family] = {
         unused=r"tower\.vision\.(layers\.\d+|post_norm)\.",
     ),
     "qwen2.5vl_merger": Family(
-        "Qwen2_5_VLForConditionalGeneration",
-        ("qwen2vl",),
+        {"qwen2vl": "Qwen2_5_VLForConditionalGeneration"},
         ("mm.2.weight", 0),
         _GATED,
         _qwen2_5_vl,
         _qwen2_5_vl_settings,
-        layout=(StackFrames("tower.patches.weight"),),
+        layout=lambda m: [StackFrames("tower.patches.weight")],
     ),
 }
 
@@ -384,11 +379,12 @@ def whole_config(
         WeightError: its metadata is damaged.
     """
     family = check_fit(language, projector)
+    architecture = family.languages[Metadata(language).arch]
     p = Projector(Metadata(projector), language, text)
     special = {name: value for name, value in text.items() if name.endswith("_token_id")}
     config = {
-        "architectures": [family.architecture],
-        "model_type": model_type_of(family.architecture),
+        "architectures": [architecture],
+        "model_type": model_type_of(architecture),
         **{name: text[name] for name in ("dtype", "tie_word_embeddings")},
         **special,
         "text_config": text,
@@ -422,16 +418,17 @@ def _tell(message: str) -> None:
 class ProjectorCheckpoint:
     """The tensors of a network's tower in a projector file; all are located before one is read."""
 
-    def __init__(self, path: Path, shapes: Shapes, entries: Sequence[CheckpointEntry]) -> None:
-        """``shapes``: of the tower; ``entries``: the network's ``checkpoint_map``.
+    def __init__(self, path: Path, shapes: Shapes, entries: Sequence[CheckpointEntry], architecture: str) -> None:
+        """``shapes``: of the tower; ``entries``: the network's ``checkpoint_map``; ``architecture``: its name.
 
         Raises:
             WeightError: the file is damaged, or a tensor is missing or of the wrong shape.
             UnsupportedModelError: the file has a tensor that the tower does not have.
         """
         self.file = GGUFFile(path)
-        m = Metadata(self.file)
+        m, network = Metadata(self.file), f"the tower of {architecture}"
         self._family = family_of(m)
+        self._layout = self._family.layout(m)
         self._shapes = shapes
         renames = [Rename(rf"^{pattern}", name) for pattern, name in self._family.names]
         is_swapped = self._has_swapped_mlp(m.integer("vision.embedding_length"))
@@ -444,23 +441,19 @@ class ProjectorCheckpoint:
             for rename in renames:
                 name = rename.renamed(name)
             if not name.startswith(_TOWER):
-                raise UnsupportedModelError(f"{path} has the tensor {stored!r}, which {self._kind} does not have")
+                raise UnsupportedModelError(f"{path} has the tensor {stored!r}, which {network} does not have")
             if not self._is_unused(name):
                 self._tensors[name] = tensor
-        self._check(entries)
+        self._check(entries, network)
 
     def read(self, names: Container[str]) -> Generator[tuple[str, Tensor]]:
         """float32 tensors in the layouts that the network's ``checkpoint_map`` expects, if one is in ``names``."""
         if not any(name in names for name in self._shapes):  # a later pipeline stage
             return
         pairs: Pairs = ((name, self._values(tensor)) for name, tensor in self._tensors.items())
-        for entry in self._family.layout:
+        for entry in self._layout:
             pairs = entry.apply(pairs, self._shapes)
         yield from pairs
-
-    @property
-    def _kind(self) -> str:
-        return f"the tower of {self._family.architecture}"
 
     def _values(self, tensor: GGUFTensor) -> np.ndarray:
         rows = self.file.read_rows(tensor)
@@ -475,16 +468,16 @@ class ProjectorCheckpoint:
         match = re.match(self._family.unused, name) if self._family.unused else None
         return match is not None and not any(expected.startswith(match[0]) for expected in self._shapes)
 
-    def _check(self, entries: Sequence[CheckpointEntry]) -> None:
+    def _check(self, entries: Sequence[CheckpointEntry], network: str) -> None:
         """Passes tensors without values through all entries, and compares the results with the tower."""
         pairs: Pairs = ((name, without_values(t.shape, np.float32)) for name, t in self._tensors.items())
-        for entry in (*self._family.layout, *(entry for entry in entries if not isinstance(entry, Drop))):
+        for entry in (*self._layout, *(entry for entry in entries if not isinstance(entry, Drop))):
             pairs = entry.apply(pairs, self._shapes)
         seen = set()
         for name, tensor in pairs:
             stored = self._tensors[name].name if name in self._tensors else name
             if (expected := self._shapes.get(name)) is None:
-                raise UnsupportedModelError(f"{self.file.path}: {self._kind} has no tensor {stored!r}")
+                raise UnsupportedModelError(f"{self.file.path}: {network} has no tensor {stored!r}")
             if tuple(tensor.shape) != expected:
                 raise WeightError(
                     f"tensor {stored!r} has shape {list(tensor.shape)}, not {list(expected)}", file=self.file.path
@@ -513,7 +506,7 @@ class GGUFWeights:
             path = Path(os.readlink(link)) if link.is_symlink() else link
             if not path.is_file():
                 raise WeightError("is missing: it has the tower of the model's images", file=path)
-            self.projector = ProjectorCheckpoint(path, of_tower, entries)
+            self.projector = ProjectorCheckpoint(path, of_tower, entries, config.architecture)
 
     def read(
         self,

@@ -185,6 +185,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2moe": ("qwen2moe", "Qwen2Moe", SHAPE | EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen2vl": ("qwen2vl", "Qwen2", SHAPE),
     "qwen3moe": ("qwen3moe", "Qwen3Moe", SHAPE | EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "qwen3vl": ("qwen3vl", "Qwen3", SHAPE | {"head_dim": 32}),
+    "qwen3vlmoe": ("qwen3vlmoe", "Qwen3Moe", SHAPE | EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
     "olmo": ("olmo", "Olmo", LAYER_NORMS | {"clip_qkv": 0.5}),
     "olmo2": ("olmo2", "Olmo2", SHAPE),
     "olmo3": (

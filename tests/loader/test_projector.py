@@ -102,6 +102,19 @@ def test_two_files_answer_as_the_folder(family: str, tmp_path: Path, saved: dict
     assert len({tuple(tokens) for _, tokens, _ in expected}) == 3
 
 
+def test_a_template_of_texts_gets_what_stands_around_an_image(tmp_path: Path, saved: dict[str, Path]) -> None:
+    language, projector = tmp_path / "tiny.gguf", tmp_path / "mmproj.gguf"
+    folder = shutil.copytree(saved["qwen2_5_vl"], tmp_path / "folder")
+    text = (folder / "tokenizer.json").read_text().replace("<row_1_col_1>", "<|vision_start|>")
+    (folder / "tokenizer.json").write_text(text.replace("<row_1_col_2>", "<|vision_end|>"))
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    write_files(folder, "qwen2_5_vl", language, projector, template=template)
+    pad, start, end = map(SPECIAL.index, ("<|image_pad|>", "<row_1_col_1>", "<row_1_col_2>"))
+    for prompt, _, _ in answers(language)[:2]:
+        special = [token for token in prompt if token < len(SPECIAL)]
+        assert special == [start, *[pad] * 64, end] * (len(special) // 66) != []
+
+
 def test_the_one_beside_is_found(files: tuple[Path, Path], saved: dict[str, Path], tmp_path: Path) -> None:
     language, projector = files
     assert find_projector(language) == projector
@@ -399,6 +412,19 @@ def test_a_token_stands_in_for_one_that_the_vocabulary_lacks(tmp_path: Path, sav
     write_files(folder, "gemma3", language, projector)
     with pytest.raises(UnsupportedModelError, match=r"the vocabulary has no token '<start_of_image>', which stands"):
         resolve_model(str(language), mmproj=str(projector))
+
+
+def test_the_token_of_unknown_words_may_stand_for_images(tmp_path: Path, saved: dict[str, Path]) -> None:
+    """Its id is 0 in the vocabulary of LLaVA 1.5, which has no token for images."""
+    language, projector = tmp_path / "tiny.gguf", tmp_path / "mmproj.gguf"
+    folder = shutil.copytree(saved["llava"], tmp_path / "folder")
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace('"<bos>"', '"<unk>"').replace('"<image>"', '"<picture>"'))
+    write_files(folder, "llava", language, projector)
+    made = resolve_model(str(language), mmproj=str(projector))
+    facts = read_model_config(made).image_facts
+    assert facts is not None and facts.token_id == 0
+    assert read_image_processor(made, read_json(made / "config.json")).placeholder == "<unk>"
 
 
 def test_all_tensors_are_checked_and_counted(files: tuple[Path, Path], saved: dict[str, Path], tmp_path: Path) -> None:
