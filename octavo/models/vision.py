@@ -422,6 +422,12 @@ def read_text_part(architecture: str, reader: ConfigReader) -> ModelConfig:
     return replace(read_language_model(reader, LLAMAS), architecture=architecture)
 
 
+def read_image_token(reader: ConfigReader, default: int) -> int:
+    """The id of the token that stands for a feature of an image; it is 0 in some vocabularies."""
+    name = reader.named("image_token_id", "image_token_index")
+    return 0 if reader.raw.get(name) == 0 else reader.positive(name, default)
+
+
 def is_tied(reader: ConfigReader, default: bool) -> bool:
     """``tie_word_embeddings`` of the whole, else of ``text_config``, else the default of the family."""
     text = replace(reader, raw=reader.table("text_config"))
