@@ -361,7 +361,7 @@ def _mistral(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_windows": _windows(reader, fields["num_layers"], 4096, None)}
 
 
-_MISTRAL = Family(
+MISTRAL = Family(
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 131072}, biases=("", "", ""), read=_mistral
 )
 _GLM = Family(
@@ -459,7 +459,7 @@ FAMILIES: dict[str, Family] = {
         activation="relu2",
         eps="layer_norm_eps",
     ),
-    "MinistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": MISTRAL,
     "Ministral3ForCausalLM": Family(
         defaults={"head_dim": 128, "max_position_embeddings": 262144},
         biases=("", "", ""),
