@@ -361,7 +361,7 @@ def _mistral(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_windows": _windows(reader, fields["num_layers"], 4096, None)}
 
 
-_MISTRAL = Family(
+MISTRAL = Family(
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 131072}, biases=("", "", ""), read=_mistral
 )
 _GLM = Family(
@@ -466,7 +466,7 @@ FAMILIES: dict[str, Family] = {
         only={"attention_bias": True, "use_sliding_window": False},
         biases=("attention_bias", "", ""),
     ),
-    "MinistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": MISTRAL,
     "Ministral3ForCausalLM": Family(
         defaults={"head_dim": 128, "max_position_embeddings": 262144},
         biases=("", "", ""),

@@ -16,21 +16,24 @@ from octavo.core.request import ImageInput
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Array, LayerCache
 from octavo.layers.layer import LayerContext
-from octavo.models.checkpoint import Rename
-from octavo.models.config_files import ConfigReader, fields_of
-from octavo.models.llama import LlamaForCausalLM
-from octavo.models.network import Tower
+from octavo.models.checkpoint import CheckpointEntry, Rename
+from octavo.models.config_files import ConfigReader
+from octavo.models.network import Tower, TowerConfig
 from octavo.models.vision import (
-    TEXT_NAMES,
+    LLAMAS,
     VIT_NAMES,
     Projection,
+    VisionLanguageModel,
     VisionTransformer,
     VitConfig,
     VitTower,
+    is_tied,
     patch_places,
+    read_image_token,
+    read_language_model,
     read_pixels,
     read_siglip,
-    read_text_part,
+    with_tower,
 )
 
 #: Defaults of transformers, which ``vision_config`` may leave out.
@@ -38,10 +41,21 @@ _VISION = {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Idefics3Config(ModelConfig):
+class Idefics3TowerConfig(TowerConfig):
     vision: VitConfig
     #: Side, in patches, of the square that makes a feature.
     scale_factor: int
+
+    def make(self, width: int, context: LayerContext) -> Tower:
+        return Idefics3Tower(self, width, context)
+
+    @property
+    def names(self) -> tuple[CheckpointEntry, ...]:
+        return (
+            Rename(r"^(model\.)?vision_model\.", "tower.vision."),
+            Rename(r"^(model\.)?connector\.modality_projection\.proj\.", "tower.projector."),
+            *VIT_NAMES,
+        )
 
 
 def _bucket(place: np.ndarray, count: int, side: int) -> np.ndarray:
@@ -60,10 +74,10 @@ class Idefics3Tower(VitTower):
     Pieces have any size up to the network's own; a patch has the position row of its relative place.
     """
 
-    def __init__(self, config: Idefics3Config, context: LayerContext) -> None:
+    def __init__(self, config: Idefics3TowerConfig, width: int, context: LayerContext) -> None:
         super().__init__(VisionTransformer(config.vision, context), context.kernels, config.scale_factor)
         inputs = config.vision.hidden_size * config.scale_factor**2
-        self.projector = self.attach("projector", Projection(context, inputs, config.hidden_size, bias=False))
+        self.projector = self.attach("projector", Projection(context, inputs, width, bias=False))
 
     def check(self, image: ImageInput) -> None:
         unit, size = self.merge * self.vision.config.patch_size, self.vision.config.image_size
@@ -83,20 +97,11 @@ class Idefics3Tower(VitTower):
         return self.projector(self.kernels.take_sampled(normed, batch, self.merge**2))
 
 
-class Idefics3ForConditionalGeneration(LlamaForCausalLM):
-    checkpoint_map = (
-        Rename(r"^(model\.)?vision_model\.", "tower.vision."),
-        Rename(r"^(model\.)?connector\.modality_projection\.proj\.", "tower.projector."),
-        *VIT_NAMES,
-        *TEXT_NAMES,
-    )
-
-    def make_tower(self, config: Idefics3Config, context: LayerContext) -> Tower:
-        return Idefics3Tower(config, context)
-
+class Idefics3ForConditionalGeneration(VisionLanguageModel):
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        text = read_text_part(architecture, reader)
+        text = read_language_model(reader, LLAMAS)
+        text = replace(text, tie_word_embeddings=is_tied(reader, text.tie_word_embeddings))
         vision = read_siglip(replace(reader, raw=reader.table("vision_config")), **_VISION)
         vision = replace(vision, normalisation=read_pixels(reader, "idefics3"))
         scale = reader.positive("scale_factor", 2)
@@ -104,8 +109,5 @@ class Idefics3ForConditionalGeneration(LlamaForCausalLM):
             raise ConfigError(
                 f"{reader.file}: scale_factor ({scale}) must divide image_size / patch_size ({vision.side})"
             )
-        fields = fields_of(text)
-        if reader.raw.get("tie_word_embeddings") is not None:
-            fields["tie_word_embeddings"] = reader.flag("tie_word_embeddings")
-        fields["image_facts"] = ImageFacts("idefics3", reader.positive("image_token_id", 128257))
-        return Idefics3Config(vision=vision, scale_factor=scale, **fields)
+        tower = Idefics3TowerConfig(vision=vision, scale_factor=scale)
+        return with_tower(text, architecture, tower, ImageFacts("idefics3", read_image_token(reader, 128257)))

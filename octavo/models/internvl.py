@@ -25,6 +25,7 @@ from octavo.models.vision import (
     VitTower,
     feature_layers,
     is_tied,
+    read_image_token,
     read_language_model,
     read_pixels,
     read_vit,
@@ -157,7 +158,7 @@ class InternVLForConditionalGeneration(VisionLanguageModel):
             merge=merge,
             projector_activation=read_activation(reader, "projector_hidden_act", "gelu"),
         )
-        return with_tower(text, architecture, tower, ImageFacts("internvl", reader.positive("image_token_id", 151667)))
+        return with_tower(text, architecture, tower, ImageFacts("internvl", read_image_token(reader, 151667)))
 
 
 def _squares(reader: ConfigReader) -> dict[str, object]:

@@ -30,6 +30,7 @@ from octavo.models.vision import (
     is_tied,
     patch_places,
     patch_rows,
+    read_image_token,
     read_language_model,
     read_pixels,
     read_siglip,
@@ -190,4 +191,4 @@ class Lfm2VlForConditionalGeneration(VisionLanguageModel):
             projector_activation=read_activation(reader, "projector_hidden_act", "gelu"),
             projector_norm=reader.flag("projector_use_layernorm", True),
         )
-        return with_tower(text, architecture, tower, ImageFacts("lfm2_vl", reader.positive("image_token_id", 396)))
+        return with_tower(text, architecture, tower, ImageFacts("lfm2_vl", read_image_token(reader, 396)))

@@ -31,6 +31,7 @@ from octavo.models.vision import (
     VitTower,
     feature_layers,
     read_clip,
+    read_image_token,
     read_language_model,
     read_pixels,
     read_siglip,
@@ -121,8 +122,7 @@ class LlavaForConditionalGeneration(VisionLanguageModel):
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         text = read_language_model(reader, LLAMAS)
         text = replace(text, tie_word_embeddings=text.tie_word_embeddings or reader.flag("tie_word_embeddings"))
-        name = reader.named("image_token_id", "image_token_index")  # 0 in some vocabularies
-        token = 0 if reader.raw.get(name) == 0 else reader.positive(name, 32000)
+        token = read_image_token(reader, 32000)
         if reader.table("vision_config").get("model_type") != "pixtral":
             tower = read_llava_tower(reader, "llava", LlavaTowerConfig)
             return with_tower(text, architecture, tower, ImageFacts("llava", token))

@@ -19,7 +19,14 @@ from octavo.models.checkpoint import CheckpointEntry, Rename
 from octavo.models.config_files import ConfigReader
 from octavo.models.llava import LlavaTower, LlavaTowerConfig, read_llava_tower
 from octavo.models.network import Tower, TowerInput
-from octavo.models.vision import LLAMAS, VisionLanguageModel, is_tied, read_language_model, with_tower
+from octavo.models.vision import (
+    LLAMAS,
+    VisionLanguageModel,
+    is_tied,
+    read_image_token,
+    read_language_model,
+    with_tower,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,5 +89,4 @@ class LlavaNextForConditionalGeneration(VisionLanguageModel):
                 f"{reader.file}: vision_feature_select_strategy must be {strategy} for this vision_config: features of "
                 "patches alone make a grid"
             )
-        token = reader.positive(reader.named("image_token_id", "image_token_index"), 32000)
-        return with_tower(text, architecture, tower, ImageFacts("llava_next", token))
+        return with_tower(text, architecture, tower, ImageFacts("llava_next", read_image_token(reader, 32000)))

@@ -37,6 +37,7 @@ from octavo.models.vision import (
     is_tied,
     patch_places,
     patch_rows,
+    read_image_token,
     read_language_model,
     read_pixels,
     with_tower,
@@ -242,7 +243,7 @@ class Mistral3ForConditionalGeneration(VisionLanguageModel):
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
         text = replace(read_language_model(reader, _TEXTS), tie_word_embeddings=is_tied(reader, False))
-        facts = ImageFacts("pixtral", reader.positive(reader.named("image_token_id", "image_token_index"), 10))
+        facts = ImageFacts("pixtral", read_image_token(reader, 10))
         if not reader.table("vision_config"):
             return with_tower(text, architecture, None, facts)
         replace(reader, raw=reader.table("vision_config")).only("model_type", "pixtral")

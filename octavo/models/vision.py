@@ -417,9 +417,10 @@ def read_language_model(reader: ConfigReader, networks: Mapping[str, str | None]
     return network_class(architecture).read_config(architecture, replace(reader, raw=text).with_defaults(**defaults))
 
 
-def read_text_part(architecture: str, reader: ConfigReader) -> ModelConfig:
-    """The configuration of the language model, with ``architecture`` as that of the whole."""
-    return replace(read_language_model(reader, LLAMAS), architecture=architecture)
+def read_image_token(reader: ConfigReader, default: int) -> int:
+    """The id of the token that stands for a feature of an image; it is 0 in some vocabularies."""
+    name = reader.named("image_token_id", "image_token_index")
+    return 0 if reader.raw.get(name) == 0 else reader.positive(name, default)
 
 
 def is_tied(reader: ConfigReader, default: bool) -> bool:

@@ -12,8 +12,10 @@ import torch
 
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, InvalidRequestError
+from octavo.core.model_config import ModelConfig
 from octavo.models.config_files import read_model_config
-from octavo.models.idefics3 import Idefics3Config, _bucket
+from octavo.models.idefics3 import Idefics3TowerConfig, _bucket
+from octavo.models.vision import VitConfig
 from tests.models.tower_harness import (
     SIGLIP_PIXELS,
     ImagePrompts,
@@ -185,20 +187,20 @@ SMOLVLM_256M: dict[str, Any] = {
 }
 
 
-def read(folder: Path, raw: dict[str, Any]) -> Idefics3Config:
+def read(folder: Path, raw: dict[str, Any]) -> tuple[ModelConfig, VitConfig]:
     (folder / "config.json").write_text(json.dumps(raw))
     config = read_model_config(folder)
-    assert isinstance(config, Idefics3Config)
-    return config
+    assert isinstance(config.tower, Idefics3TowerConfig)
+    return config, config.tower.vision
 
 
 def test_a_published_config_is_read(tmp_path: Path) -> None:
-    config = read(tmp_path, SMOLVLM_256M)
+    config, vision = read(tmp_path, SMOLVLM_256M)
     assert (config.hidden_size, config.num_layers, config.vocab_size) == (576, 30, 49280)
     assert config.architecture == "Idefics3ForConditionalGeneration" and config.checkpoint_dtype == "bfloat16"
     assert config.image_facts is not None and config.image_facts.token_id == 49190
-    assert config.vision.side == 32 and config.vision.head_dim == 64 and config.vision.num_layers == 12
-    assert config.vision.normalisation == SIGLIP_PIXELS
+    assert vision.side == 32 and vision.head_dim == 64 and vision.num_layers == 12
+    assert vision.normalisation == SIGLIP_PIXELS
     with pytest.raises(ConfigError, match=r"scale_factor \(5\) must divide"):
         read(tmp_path, SMOLVLM_256M | {"scale_factor": 5})
 
@@ -206,10 +208,10 @@ def test_a_published_config_is_read(tmp_path: Path) -> None:
 def test_pixels_are_normalised_as_the_folder_says(tmp_path: Path) -> None:
     said = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7], "rescale_factor": 1 / 255}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
-    found = read(tmp_path, SMOLVLM_256M).vision.normalisation
+    found = read(tmp_path, SMOLVLM_256M)[1].normalisation
     assert found is not None and (found.mean, found.std) == ((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"do_normalize": False}}))
-    found = read(tmp_path, SMOLVLM_256M).vision.normalisation
+    found = read(tmp_path, SMOLVLM_256M)[1].normalisation
     assert found is not None and (found.mean, found.std) == ((0.0,) * 3, (1.0,) * 3)
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": {"image_mean": [0.5]}}))
     with pytest.raises(ConfigError, match="image_mean must be three numbers"):

@@ -202,3 +202,17 @@ def test_what_is_not_supported_is_named(
     (tmp_path / "config.json").write_text(json.dumps(LFM2_VL_450M | changes))
     with pytest.raises(error, match=words):
         read_model_config(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_interpreter")
+def test_kernels_of_gpus_give_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from octavo.kernels.triton.backend import TritonKernels
+
+    model = save_lfm2_vl(tmp_path)
+    image = tiled_image()
+    kernels = TritonKernels("cuda" if torch.cuda.is_available() else "cpu", deterministic=True)
+    driver = TowerDriver.load(tmp_path, kernels)
+    features = driver.features(driver.tower.prepare(image))
+    assert_close(features, their_features(model, image))

@@ -254,3 +254,17 @@ def test_a_published_config_is_read(tmp_path: Path) -> None:
     assert (tower.layers, tower.merge, tower.merge_eps, tower.projector_bias) == ((24,), 2, 1e-5, False)
     assert (tower.vision.head_dim, tower.vision.activation, tower.vision.largest) == (64, "silu", (110, 110))
     assert tower.vision.normalisation == CLIP_PIXELS
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_interpreter")
+def test_kernels_of_gpus_give_the_same(saved: tuple[Path, Any]) -> None:
+    pytest.importorskip("triton")
+    from octavo.kernels.triton.backend import TritonKernels
+
+    folder, model = saved
+    image = random_image(1, 12, 18)
+    kernels = TritonKernels("cuda" if torch.cuda.is_available() else "cpu", deterministic=True)
+    driver = TowerDriver.load(folder, kernels)
+    features = driver.features(driver.tower.prepare(image))
+    assert_close(features, their_features(model, [image]))
