@@ -381,6 +381,7 @@ def read_gemma4_text(architecture: str, reader: ConfigReader) -> Gemma4Config:
             f"num_global_key_value_heads ({heads['global_kv_heads']})"
         )
     full, sliding = (_rope(reader, kind) for kind in ("full_attention", "sliding_attention"))
+    per_layer = _count(reader, "hidden_size_per_layer_input")
     return Gemma4Config(
         architecture=architecture,
         max_position=reader.positive("max_position_embeddings"),
@@ -393,8 +394,8 @@ def read_gemma4_text(architecture: str, reader: ConfigReader) -> Gemma4Config:
         keys_as_values=reader.flag("attention_k_eq_v"),
         shared_layers=shared,
         wide_shared=reader.flag("use_double_wide_mlp"),
-        per_layer_size=_count(reader, "hidden_size_per_layer_input"),
-        per_layer_rows=_count(reader, "vocab_size_per_layer_input"),
+        per_layer_size=per_layer,
+        per_layer_rows=_count(reader, "vocab_size_per_layer_input") if per_layer else 0,
         pad_id=_count(reader, "pad_token_id"),
         experts=_experts(reader) if reader.flag("enable_moe_block") else None,
         logit_cap=None

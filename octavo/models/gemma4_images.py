@@ -280,7 +280,10 @@ class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
                 *_TOWER_NAMES,
                 Permute(r"^tower\.patches\.weight$", colours, columns=True),
                 Permute(r"^tower\.pixel_norm\.", colours),
-                Permute(r"^tower\.layers\.\d+\.self_attn\.[qk]_(proj|norm)\.", _order(_halves(vision.head_dim))),
+                Permute(
+                    r"^tower\.layers\.\d+\.self_attn\.[qk]_(proj\.linear|norm)\.weight$",
+                    _order(_halves(vision.head_dim)),
+                ),
                 Drop(r"^tower\."),
             )
         self.checkpoint_map = (*entries, *self.checkpoint_map)
@@ -311,11 +314,11 @@ _TOWER_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"^(model\.)?vision_tower\.patch_embedder\.position_embedding_table$", "tower.places.weight"),
     Rename(r"^(model\.)?vision_tower\.(encoder\.)?", "tower."),
     Rename(r"^(model\.)?embed_vision\.(multimodal_embedder\.)?embedding_projection\.", "tower.projector."),
-    Rename(r"^(model\.)?embed_vision\.patch_ln1\.", "tower.pixel_norm."),
-    Rename(r"^(model\.)?embed_vision\.patch_dense\.", "tower.patches."),
-    Rename(r"^(model\.)?embed_vision\.patch_ln2\.", "tower.patch_norm."),
-    Rename(r"^(model\.)?embed_vision\.pos_embedding$", "tower.places.weight"),
-    Rename(r"^(model\.)?embed_vision\.pos_norm\.", "tower.place_norm."),
+    Rename(r"^(model\.)?(vision_embedder|embed_vision)\.patch_ln1\.", "tower.pixel_norm."),
+    Rename(r"^(model\.)?(vision_embedder|embed_vision)\.patch_dense\.", "tower.patches."),
+    Rename(r"^(model\.)?(vision_embedder|embed_vision)\.patch_ln2\.", "tower.patch_norm."),
+    Rename(r"^(model\.)?(vision_embedder|embed_vision)\.pos_embedding$", "tower.places.weight"),
+    Rename(r"^(model\.)?(vision_embedder|embed_vision)\.pos_norm\.", "tower.place_norm."),
 )
 
 #: Defaults of transformers, which ``vision_config`` may leave out.

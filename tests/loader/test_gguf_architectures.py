@@ -402,11 +402,10 @@ INTERLEAVED = ("arcee", "granite", "granitehybrid", "granitemoe", "llama", "mist
 def converted(arch: str, config: Any, name: str, value: np.ndarray) -> np.ndarray:
     """The value as llama.cpp's converter writes it."""
     heads = getattr(config, "num_attention_heads", 0)
-    kv_heads = getattr(config, "num_key_value_heads", heads)
     if arch in INTERLEAVED and "q_proj" in name:
         return interleave(value, heads)
     if arch in INTERLEAVED and "k_proj" in name:
-        return interleave(value, kv_heads)
+        return interleave(value, getattr(config, "num_key_value_heads", heads))
     if arch in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
         return value + 1
     if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):

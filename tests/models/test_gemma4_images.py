@@ -110,8 +110,14 @@ def features_of(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 def logits_of(model: Any, tokens: list[int], inputs: dict[str, Tensor]) -> Tensor:
     ids = torch.tensor([tokens])
+    is_image = (ids == IMAGE).long()
+    # The masks of transformers' ``generate``: that of the unified models' forward has images see themselves everywhere.
+    places = torch.arange(len(tokens))[None]
+    masks = model.create_masks_for_generate(
+        model.config, torch.zeros(1, len(tokens), 48), None, None, places, mm_token_type_ids=is_image
+    )
     with torch.inference_mode():
-        logits: Tensor = model(input_ids=ids, mm_token_type_ids=(ids == IMAGE).long(), **inputs).logits[0]
+        logits: Tensor = model(input_ids=ids, attention_mask=masks, **inputs).logits[0]
     return logits
 
 
