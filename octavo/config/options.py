@@ -862,8 +862,9 @@ class ImageOptions(OptionPart):
     )  # fmt: skip
     image_step_ms: float = Field(
         50.0, gt=0, allow_inf_nan=False,
-        description="Maximum milliseconds of a step for image features, beside its tokens, so that images do not delay "
-        "decodes; at least one operation is computed. On a GPU a piece of an image is computed at once.",
+        description="Milliseconds that images may add to a step beside decodes, by their features and by the tokens "
+        "that stand for these; at least some rows of an operation are computed, and eight tokens. On a GPU a piece of "
+        "an image is computed at once.",
     )  # fmt: skip
 
 

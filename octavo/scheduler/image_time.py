@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 #: Tokens that stand for image features in a step, until a step has shown what they cost.
 _AT_FIRST = 16
-#: Fewest prompt tokens of a step whose cost is observed: that of fewer is lost in noise.
-_FEWEST = 4
+#: Tokens that a step may have whatever they cost, and fewest whose cost is observed: that of fewer is lost in noise.
+_FEWEST = 8
 #: Share of the time that features get in any case.
 _LEAST_SHARE = 0.25
 #: Weight of the latest step in means.
@@ -53,7 +53,7 @@ class ImageTime:
         if not self._learns:
             return None
         cost = self.seconds_per_token
-        left = _AT_FIRST if cost is None else int(self._seconds / (2 if computes else 1) / cost)
+        left = _AT_FIRST if cost is None else max(_FEWEST, int(self._seconds / (2 if computes else 1) / cost))
         left -= _image_tokens(step)
         chunk = _chunk(group.request.features, group.seqs[0].num_computed, max(0, left))
         return None if chunk is None else max(1, chunk)

@@ -240,6 +240,8 @@ class _Service:
     #: Sequences that count as running.
     running: int = 0
     prompt: bool = False
+    #: Tokens of its sequences that it must have before it is preempted for another user again.
+    least_tokens: float = 0.0
     #: Generated tokens of each unfinished sequence.
     outputs: dict[int, int] = field(default_factory=dict)
 
@@ -269,7 +271,9 @@ class FairShare(Policy):
     The counters order admission only; a flood that has filled slots and blocks would leave them when its requests end.
     So a waiting group preempts one of a user who runs more sequences by weight, even after the exchange: the running
     sequences approach max-min shares, and no exchange is reversed. A user without a queue, who has received far less
-    service (``_LEAD``), takes more than this share: a burst of few requests need not wait for itself.
+    service (``_LEAD``), takes more than this share: a burst of few requests need not wait for itself. A group that was
+    preempted is not displaced again before it has received as much service as it would cost to compute its tokens once
+    more: one on a slot that its user has above the share would lose it to every short request of the others.
 
     A step is not preempted, so it must not be long because of a flood: prompts of a user are left out of a step that
     computes one of a user who runs fewer sequences by weight, and prompts of users with waiting groups fill only a part
@@ -303,7 +307,7 @@ class FairShare(Policy):
 
     def displaces(self, waiting: SequenceGroup, running: SequenceGroup) -> bool:
         one, other = (self._users[group.request.options.user] for group in (waiting, running))
-        if one is other:
+        if one is other or running.num_tokens < running.policy_data.least_tokens:
             return False
         if one.waiting <= one.running and other.counter - one.counter >= _LEAD:
             return True
@@ -366,6 +370,8 @@ class FairShare(Policy):
         user = self._users[group.request.options.user]
         service.running = group.num_seqs
         user.running += service.running
+        if group.totals.num_recomputes or group.totals.num_swaps:
+            service.least_tokens = group.num_tokens * (1 + PROMPT_WEIGHT / OUTPUT_WEIGHT)
         if not service.prompt:
             service.prompt = True
             user.counter += PROMPT_WEIGHT * len(group.request.prompt_token_ids) / user.weight

@@ -175,6 +175,22 @@ def test_the_same_bits_in_company(models: Models, alone: Callable[[str], list[An
         assert again[1].metrics.num_cached_tokens > 0
 
 
+def test_an_image_of_an_aborted_request_is_given_up(models: Models, alone: Callable[[str], list[Any]]) -> None:
+    llm = load(models("llava")[0], image_step_ms=0.001)
+    engine, given = llm.llm_engine, prompts("llava")
+    preparations = engine.core.executor._worker.runner.loaded.preparations
+    engine.add_request("text", given[4], PARAMS[4])
+    engine.add_request("aborted", given[1], PARAMS[1])
+    while not preparations._computing:
+        engine.step()
+    engine.abort_request("aborted")
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert not (preparations._computing or preparations._preparing or preparations._kept)
+    again = llm.generate([given[1], given[4]], [PARAMS[1], PARAMS[4]], use_tqdm=False)
+    assert all_of(again) == [alone("llava")[i] for i in (1, 4)]
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

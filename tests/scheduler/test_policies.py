@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -303,6 +304,26 @@ def test_fair_preempts_towards_equal_shares_and_never_back() -> None:
         engine.step()
     assert engine.scheduler.stats().preemptions_by_recompute == preempted
     engine.serve([])
+
+
+def test_fair_displaces_a_request_again_once_it_has_gained_what_it_lost() -> None:
+    """Short requests come all the time: each of them could displace a long one above the share of its user."""
+    engine = VirtualEngine("fair", options={"max_num_seqs": 3, "preemption_mode": "recompute"})
+    for _ in range(3):
+        engine.add(Job(0.0, tokens(100), 700, user="long"))
+    longs = list(engine.scheduler.queues.groups.values())
+    preempted: dict[int, list[int]] = {group.group_id: [] for group in longs}
+    for step in range(900):
+        if step % 6 == 5:
+            engine.add(Job(engine.now, tokens(20), 4, user="short"))
+        engine.step()
+        for group in longs:
+            if group.totals.num_recomputes > len(preempted[group.group_id]):
+                preempted[group.group_id].append(group.num_tokens)
+    counts = sorted(len(lengths) for lengths in preempted.values())
+    assert counts[-1] > 2
+    for lengths in preempted.values():
+        assert all(after >= 1.5 * before for before, after in itertools.pairwise(lengths))
 
 
 def test_fair_keeps_the_prompts_of_a_flood_out_of_the_steps_of_others() -> None:

@@ -87,13 +87,13 @@ async def measure(llm: AsyncLLM, clients: int, side: int, seconds: float) -> tup
     placeholder, rng = llm.front_end.inputs.image_prompts, np.random.default_rng(0)
     assert placeholder is not None, "the model sees images"
     place = placeholder.processor.placeholder
-    texts: list[list[float]] = [[] for _ in range(clients)]
-    streams = [
-        asyncio.create_task(_stream(llm, f"text {i}", {"prompt": f"Text {i}"}, llm.max_model_len, texts[i]))
-        for i in range(clients)
-    ]
+    texts: list[list[list[float]]] = [[] for _ in range(clients)]
+    streams = [asyncio.create_task(_text(llm, i, texts[i])) for i in range(clients)]
     try:
-        while not all(texts):
+        while not all(times and times[0] for times in texts):
+            for task in streams:
+                if task.done():
+                    task.result()  # it ends with an error alone
             await asyncio.sleep(0.01)
         begin = time.monotonic()
         await asyncio.sleep(seconds)
@@ -121,6 +121,14 @@ async def measure(llm: AsyncLLM, clients: int, side: int, seconds: float) -> tup
         await asyncio.gather(*streams, return_exceptions=True)
 
 
+async def _text(llm: AsyncLLM, number: int, times: list[list[float]]) -> None:
+    """Requests of one client, one after the other, each with the times of its tokens."""
+    for count in itertools.count():
+        times.append([])
+        prompt = {"prompt": f"Text {number}"}
+        await _stream(llm, f"text {number}, {count}", prompt, llm.max_model_len // 2, times[-1])
+
+
 async def _stream(llm: AsyncLLM, name: str, prompt: Any, tokens: int, times: list[float]) -> None:
     """Adds the time of each token to ``times``."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -128,9 +136,10 @@ async def _stream(llm: AsyncLLM, name: str, prompt: Any, tokens: int, times: lis
         times.append(time.monotonic())
 
 
-def _figures(texts: list[list[float]], begin: float, end: float, **fields: Any) -> GapFigures:
+def _figures(texts: list[list[list[float]]], begin: float, end: float, **fields: Any) -> GapFigures:
     """Of the gaps that end between these times."""
-    gaps = sorted(1000 * (b - a) for times in texts for a, b in itertools.pairwise(times) if begin < b <= end)
+    streams = itertools.chain.from_iterable(texts)
+    gaps = sorted(1000 * (b - a) for times in streams for a, b in itertools.pairwise(times) if begin < b <= end)
 
     def percentile(share: float) -> float:
         return gaps[max(0, math.ceil(share * len(gaps)) - 1)] if gaps else math.nan
