@@ -22,7 +22,7 @@ from tests.models.zoo import SMALL, edit_config
 LAYERS = 3
 SIZES = {**SMALL, "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 256}
 EXPERTS = {
-    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4, "topk_group": 2},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2},
     **{"routed_scaling_factor": 1.7, "first_k_dense_replace": 1, "n_shared_experts": 1},
 }
 DELTA = {
