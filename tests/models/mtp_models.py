@@ -194,15 +194,17 @@ class Reference:
         return drafts, margins
 
 
-def save_mtp(name: str, folder: Path, depth: int = 1, change: Callable[[Any], None] = randomise) -> Reference:
+def save_mtp(name: str, folder: Path, depth: int = 1, vocab_size: int | None = None) -> Reference:
     """Writes a random model of the family with ``depth`` modules."""
     from transformers import AutoModelForCausalLM
 
     family = FAMILIES[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(family.config(LAYERS + depth)).eval()
+    config = family.config(LAYERS + depth)
+    config.vocab_size = vocab_size or config.vocab_size
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        change(model)
+        randomise(model)
     model.save_pretrained(folder)
     width, parts = SIZES["hidden_size"], list[dict[str, Tensor]]()
     for _ in range(1 if family.is_shared else depth):
