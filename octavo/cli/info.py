@@ -479,7 +479,7 @@ def _network_facts(
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
-        **_draft_facts(options, config, folder),
+        **_draft_facts(config, folder, gguf),
         "kv_bytes_per_token": kv_bytes_per_token(network),
         "kv_groups": [
             {
@@ -494,11 +494,11 @@ def _network_facts(
     }
 
 
-def _draft_facts(options: EngineConfig, config: ModelConfig, folder: Path) -> dict[str, Any]:
+def _draft_facts(config: ModelConfig, folder: Path, gguf: Path | None) -> dict[str, Any]:
     """The layers for multi-token prediction in the checkpoint, with which the model drafts by default."""
     from octavo.loader.mtp import find_mtp
 
-    found = find_mtp(folder, config, options)
+    found = find_mtp(folder, config, gguf)
     return {} if found is None else {"multi_token_prediction_layers": found.num_layers}
 
 

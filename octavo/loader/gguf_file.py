@@ -629,6 +629,8 @@ _ALIASES = {
 }
 #: Names for which the architecture has no name of its own in the package's map.
 _OTHER_NORMS = {"model.norm.weight": "token_embd_norm.weight"}
+#: Parts of modules for multi-token prediction, of all architectures.
+_NEXTN = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.(norm\.)?weight$")
 #: The norms of a Falcon with two norms, which are the other way round.
 _FALCON_NORMS = {"input_layernorm": "attn_norm_2", "post_attention_layernorm": "attn_norm"}
 #: Tensors of one number that files keep as settings, with a number for each layer.
@@ -715,6 +717,8 @@ def tensors_by_source(arch: str, names: Sequence[str], held: Iterable[str]) -> d
                 if apart[0] is None or fused not in apart:
                     return fused
         source = _ALIASES.get(name) or source_of(stem, ending) or _OTHER_NORMS.get(name)
+        if part_of_module := _NEXTN.search(name):
+            source = f"blk.0.nextn.{part_of_module[1]}{'_norm' * bool(part_of_module[2])}.{ending}"
         if source is None:
             raise UnsupportedModelError(f"GGUF files of architecture {arch!r} have no tensor for {name!r}")
         bare = source.removesuffix(".weight")  # as some norms are called

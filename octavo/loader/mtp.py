@@ -18,13 +18,11 @@ from octavo.models.network import build_without_weights
 logger = logging.getLogger("octavo")
 
 
-def find_mtp(folder: Path, config: ModelConfig, options: ModelOptions) -> MTPConfig | None:
-    """The modules in the checkpoint of the model ``config``; only headers are read. None: it has none."""
+def find_mtp(folder: Path, config: ModelConfig, gguf: Path | None) -> MTPConfig | None:
+    """The modules in a checkpoint of the model ``config``, or in ``gguf``, by the headers alone. None: it has none."""
     if config.architecture not in FORMATS:
         return None
-    if options.load_format == "dummy":
-        depth = max(1, getattr(config, "prediction_layers", 1))
-    elif (gguf := gguf_source(options.model, options.revision)) is not None:
+    if gguf is not None:
         file = GGUFFile(gguf)
         named = file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
         is_held = f"blk.{config.num_layers}.nextn.eh_proj.weight" in file.tensors
@@ -38,8 +36,10 @@ def find_mtp(folder: Path, config: ModelConfig, options: ModelOptions) -> MTPCon
 
 
 def require_mtp(folder: Path, config: ModelConfig, options: ModelOptions) -> MTPConfig:
-    """As ``find_mtp``; raises ConfigError if there are none."""
-    found = find_mtp(folder, config, options)
+    """As ``find_mtp`` by the options, of which random weights have a module; raises ConfigError if there are none."""
+    if options.load_format == "dummy" and config.architecture in FORMATS:
+        return mtp_config(config, max(1, getattr(config, "prediction_layers", 1)))
+    found = find_mtp(folder, config, gguf_source(options.model, options.revision))
     if found is None:
         known = f"its checkpoint {folder} has none" if config.architecture in FORMATS else "this network reads none"
         raise ConfigError(
@@ -62,7 +62,7 @@ def with_own_drafts(options: EngineConfig, config: ModelConfig, folder: Path, *,
         options.pipeline_parallel_size > 1
         or options.distributed_executor_backend == "external_launcher"
         or options.load_format == "dummy"
-        or (found := find_mtp(folder, config, options)) is None
+        or (found := find_mtp(folder, config, gguf_source(options.model, options.revision))) is None
     ):
         return options
     specs = build_without_weights(config, "float32").kv_specs

@@ -65,7 +65,7 @@ class DraftsOnWorkers(Drafter):
     """Drafts of a network or head beside the model, on the workers; estimates which tokens a network has computed."""
 
     def __init__(self, *, catches_up: bool = True) -> None:
-        """``catches_up``: False of a head, which computes every token beside the model and so is never behind."""
+        """``catches_up``: False of a head, which follows the model and so is at most a few tokens behind."""
         self._catches_up = catches_up
         #: By sequence: its tokens at the last proposal, and those proposed.
         self._covered: dict[int, int] = {}

@@ -32,10 +32,8 @@ from torch import Tensor, nn
 
 MODEL = "smollm2-135m"
 #: Sequences of a batch, and most tokens of one.
-_BATCH, _LONGEST = 8, 384
+_BATCH, _LONGEST = 4, 384
 _RATE, _WARM_UP, _DECAY = 1.5e-3, 20, 0.8
-#: Batch sizes of the benchmark whose prompts are answered.
-_BATCHES = (1, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,14 @@ class Answer:
     num_prompt_tokens: int
 
 
-def answer(model: str, prompts: list[str], count: int, tokens: int) -> list[Answer]:
-    """The model's own answers to the benchmark's prompts, to ``count`` more, and to ``prompts``."""
+def answer(model: str, batches: list[int], count: int, prompts: list[str], tokens: int) -> list[Answer]:
+    """The model's answers to the benchmark's prompts of these batch sizes, to ``count`` more, and to ``prompts``."""
     from octavo import LLM, SamplingParams
     from octavo.lab.bench.speculation import PromptSet, workloads
 
     llm = LLM(model, max_num_seqs=64, max_model_len=_LONGEST + tokens, speculative_config="none")
     tokenizer = llm.get_tokenizer()
-    loads = [load for batch in (*_BATCHES, max(1, count // 3)) for load in workloads(llm, batch, seed=0)]
+    loads = [load for batch in (*batches, count // 3) if batch for load in workloads(llm, batch, seed=0)]
     loads = [load for load in loads if load.name in ("chat", "edit", "code")]
     loads.append(PromptSet("given", prompts, 0.7))
     asked, params = list[list[int]](), list[SamplingParams]()
@@ -126,7 +124,7 @@ class Head(nn.Module):
             self.fc.weight[:, 2 * width :] += torch.eye(width)
             for module in (attention["o_proj"], mlp["down_proj"]):
                 module.weight.mul_(0.1)
-            self.norm.weight.copy_(network.model.norm.weight)
+            self.norm.weight.copy_(0.3 * network.model.norm.weight)  # less sure of it
             self.lm_head.weight.copy_(network.lm_head.weight[target_ids])
         self.embedding: Tensor = network.model.embed_tokens.weight.detach()
 
@@ -236,7 +234,7 @@ def train(arguments: argparse.Namespace) -> list[float]:
     torch.manual_seed(0)
     start, rng = time.perf_counter(), random.Random(0)
     prompts = [] if arguments.prompts is None else arguments.prompts.read_text("utf-8").splitlines()
-    answers = answer(arguments.model, prompts, arguments.answers, arguments.tokens)
+    answers = answer(arguments.model, arguments.batches, arguments.answers, prompts, arguments.tokens)
     total = sum(len(each.tokens) for each in answers)
     print(f"{len(answers)} answers, {total} tokens, {time.perf_counter() - start:.0f} s", flush=True)
     file = gguf_source(arguments.model)
@@ -280,12 +278,17 @@ def train(arguments: argparse.Namespace) -> list[float]:
     return [sum(each) / len(last) for each in zip(*last, strict=True)]
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the head")
     parser.add_argument("--model", default=MODEL, help="a Llama: built in, a folder or of the hub")
     parser.add_argument("--minutes", type=float, default=6.0, help="of training, without the answers")
+    parser.add_argument("--batches", type=_numbers, default=[1, 8], help="of the benchmark whose prompts are answered")
     parser.add_argument("--answers", type=int, default=96, help="to prompts that the benchmark does not have")
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--prompts", type=Path, help="a file of further prompts, one a line")

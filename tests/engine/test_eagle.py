@@ -383,7 +383,13 @@ def _target(kind: str) -> Any:
     return getattr(transformers, f"{kind}Config")(**values)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3", "GptOss", "Gemma3Text", "deepseek", "glm", "qwen3_5"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("GptOss", "Gemma3Text", "qwen3_5"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("Qwen3", "deepseek", "glm")),
+    ],
+)
 def test_eagle_3_on_other_families(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

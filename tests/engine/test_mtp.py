@@ -20,6 +20,8 @@ from octavo.loader.adapters import AdapterTargets
 from octavo.models.config_files import read_model_config
 from octavo.runner.drafters import Drafts, HeadDrafter
 from octavo.speculation.speculator import Speculator
+from tests.engine import test_grammars_engine as forms
+from tests.grammar_cases import generate
 from tests.models.mtp_models import FAMILIES, Reference, save_mtp
 from tests.models.zoo import rename_tensors
 from tests.random_mixes import random_params
@@ -245,6 +247,20 @@ def test_a_sleep_and_adapters(files: dict[str, tuple[Path, Reference]], plain: d
         llm.wake_up()
     assert answers(llm) == wanted
     assert all_of(run(llm, PROMPTS, PARAMS)) == plain["glm"]
+
+
+def test_grammars(tiny_model: Path, tmp_path: Path) -> None:
+    vocab_size = read_model_config(tiny_model).vocab_size
+    save_mtp("qwen3_5", tmp_path / "qwen3_5", vocab_size=vocab_size)
+    for file in tiny_model.glob("*token*"):
+        shutil.copy(file, tmp_path / "qwen3_5")
+    prompts, params, grammars = forms.PROMPTS[2:4], forms.PARAMS[2:4], forms.FORMS[2:4]
+    text = {"skip_tokenizer_init": False}
+    wanted = all_of(generate(load(tmp_path / "qwen3_5", None, **text), prompts, params, grammars))
+    llm = load(tmp_path / "qwen3_5", **text)
+    assert all_of(generate(llm, prompts, params, grammars)) == wanted
+    stats = llm.llm_engine.core.scheduler.stats().speculation
+    assert stats is not None and stats.draft_tokens > 20 and stats.failures == 0
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_checkpoints_without_such_layers_or_with_some_of_their_tensors(tmp_path:
     with pytest.raises(WeightError, match=r"lacks the tensors? .*hnorm"):
         check_headers(tmp_path, found)
     rename_tensors(tmp_path, lambda name: None if "layers.3." in name else name)
-    assert find_mtp(tmp_path, config, options) is None
+    assert find_mtp(tmp_path, config, None) is None
     with pytest.raises(ConfigError, match="method 'mtp' needs layers"):
         require_mtp(tmp_path, config, options)
 
@@ -80,3 +80,35 @@ def test_a_gguf_file_has_the_same_as_a_folder(tmp_path: Path, monkeypatch: pytes
     assert wanted.keys() == got.keys() and len(got) > 10
     for key, value in wanted.items():
         np.testing.assert_allclose(got[key], value, rtol=2e-7, atol=2e-7, err_msg=key)
+
+
+def test_a_gguf_file_beside_recurrent_states(tmp_path: Path) -> None:
+    """Norms of such files are 1 + w. The module's layer is a copy of the one with attention."""
+    _, _, settings = files.CASES["qwen35"]
+    layers, width = settings["num_hidden_layers"], settings["hidden_size"]
+    full = settings["layer_types"].index("full_attention")
+    generator = np.random.default_rng(0)
+    names = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+    names["shared_head_norm"] = "norm"
+    parts = {part: generator.random(width, np.float32) for part in names}
+    parts["eh_proj"] = generator.random((width, 2 * width), np.float32)
+
+    def add(tensors: dict[str, np.ndarray]) -> None:
+        for key in [key for key in tensors if key.startswith(f"blk.{full}.")]:
+            tensors[key.replace(f"blk.{full}.", f"blk.{layers}.")] = tensors[key]
+        for part, values in parts.items():
+            tensors[f"blk.{layers}.nextn.{part}.weight"] = values + np.float32(values.ndim == 1)
+
+    model = files.write(tmp_path / "m.gguf", "qwen35", edit=add)
+    model.save_pretrained(tmp_path / "hub")
+    file = tmp_path / "hub" / "model.safetensors"
+    tensors = load_file(file)
+    old = f"model.layers.{full}."
+    block = {key.replace(old, "mtp.layers.0."): each.clone() for key, each in tensors.items() if key.startswith(old)}
+    own = {f"mtp.{names[part]}.weight": torch.from_numpy(values) for part, values in parts.items()}
+    save_file({**tensors, **block, **own}, file, metadata={"format": "pt"})
+    wanted = _tensors(tmp_path / "hub", None)
+    got = _tensors(write_folder(tmp_path / "m.gguf"), tmp_path / "m.gguf")
+    assert wanted.keys() == got.keys() and len(got) > 10
+    for key, value in wanted.items():
+        np.testing.assert_allclose(got[key], value, rtol=2e-7, atol=3e-7, err_msg=key)

@@ -22,7 +22,7 @@ from tests.models.zoo import SMALL, edit_config
 LAYERS = 3
 SIZES = {**SMALL, "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 256}
 EXPERTS = {
-    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4, "topk_group": 2},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2},
     **{"routed_scaling_factor": 1.7, "first_k_dense_replace": 1, "n_shared_experts": 1},
 }
 DELTA = {
@@ -194,15 +194,17 @@ class Reference:
         return drafts, margins
 
 
-def save_mtp(name: str, folder: Path, depth: int = 1, change: Callable[[Any], None] = randomise) -> Reference:
+def save_mtp(name: str, folder: Path, depth: int = 1, vocab_size: int | None = None) -> Reference:
     """Writes a random model of the family with ``depth`` modules."""
     from transformers import AutoModelForCausalLM
 
     family = FAMILIES[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(family.config(LAYERS + depth)).eval()
+    config = family.config(LAYERS + depth)
+    config.vocab_size = vocab_size or config.vocab_size
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        change(model)
+        randomise(model)
     model.save_pretrained(folder)
     width, parts = SIZES["hidden_size"], list[dict[str, Tensor]]()
     for _ in range(1 if family.is_shared else depth):

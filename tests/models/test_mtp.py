@@ -23,7 +23,9 @@ from tests.models.test_eagle import TOKENS, Runner
 from tests.models.zoo import _backends
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "qwen3_next" else ()) for name in FAMILIES]
+)
 def test_modules_compute_what_transformers_does(name: str, tmp_path: Path) -> None:
     depth = 2 if name in ("glm", "qwen3_5") else 1
     reference = save_mtp(name, tmp_path, depth)
@@ -35,7 +37,7 @@ def test_modules_compute_what_transformers_does(name: str, tmp_path: Path) -> No
     network = build_without_weights(found, "float32")
     assert kv_bytes_per_token(network) == depth * network.kv_specs[0].bytes_per_token
     expected = reference.features(TOKENS[:-1])
-    for kernels in _backends():
+    for kernels in _backends() if name == "glm" else _backends()[-1:]:
         context = LayerContext(kernels, DType.FLOAT32)
         model, head = (load_model(tmp_path, each, context) for each in (config, found))
         assert isinstance(model, Decoder) and isinstance(head, DraftHead)
