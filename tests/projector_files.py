@@ -25,12 +25,15 @@ FAMILIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "idefics3": (image_models.save_smolvlm, "<image>"),
     "llava": (image_models.save_llava, "<image>"),
     "qwen2_5_vl": (image_models.save_qwen2_5_vl, "<|image_pad|>"),
+    "qwen3_vl": (image_models.save_qwen3_vl, "<|image_pad|>"),
 }
 _CLIP = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
 _SIGLIP = ([0.5] * 3, [0.5] * 3)
 #: Means and standard deviations of the channels.
 CHANNELS = {"gemma3": _SIGLIP, "idefics3": _SIGLIP, "llava": _CLIP, "qwen2_5_vl": _CLIP}
+CHANNELS |= {"qwen3_vl": _CLIP}
 _ARCHITECTURES = {"gemma3": "gemma3", "idefics3": "llama", "llava": "llama", "qwen2_5_vl": "qwen2vl"}
+_ARCHITECTURES |= {"qwen3_vl": "qwen3vl"}
 Edit = Callable[[gguf.GGUFWriter], None]
 
 
@@ -106,8 +109,10 @@ def _write_language(
         writer.add_sliding_window(config["sliding_window"])
         pattern = [kind == "sliding_attention" for kind in config["layer_types"]]
         writer.add_array("gemma3.attention.sliding_window_pattern", pattern)
-    if family == "qwen2_5_vl":
-        writer.add_array("qwen2vl.rope.dimension_sections", [*rope["mrope_section"], 0])
+    if family in ("qwen2_5_vl", "qwen3_vl"):
+        writer.add_array(f"{arch}.rope.dimension_sections", [*rope["mrope_section"], 0])
+    if family == "qwen3_vl":
+        writer.add_key_length(config["head_dim"])
     vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     tokens = sorted(vocab, key=lambda token: vocab[token])
     writer.add_tokenizer_model("gpt2")
@@ -165,6 +170,15 @@ def _projector_keys(family: str, config: Any, folder: Path) -> dict[str, Any]:
         keys |= {"clip.projector_type": "mlp", "clip.has_llava_projector": True}
         keys |= {"clip.vision.block_count": vision["num_hidden_layers"] - 1, "clip.vision.projection_dim": 768}
         keys["clip.vision.image_aspect_ratio"] = "square"
+    elif family == "qwen3_vl":
+        side = int(vision["num_position_embeddings"] ** 0.5)
+        keys |= {"clip.projector_type": "qwen3vl_merger", "clip.use_gelu": True}
+        keys |= {"clip.vision.image_size": side * vision["patch_size"]}
+        keys |= {
+            "clip.vision.is_deepstack_layers": [i in vision["deepstack_visual_indexes"] for i in range(vision["depth"])]
+        }
+        bounds = settings["size"]
+        keys |= {f"clip.vision.image_{name}_pixels": bounds[f"{edge}_edge"] for name, edge in _EDGES.items()}
     else:
         keys |= {"clip.projector_type": "qwen2.5vl_merger", "clip.use_silu": True}
         keys |= {"clip.vision.n_wa_pattern": vision["fullatt_block_indexes"][0] + 1}
@@ -191,6 +205,14 @@ def _projector_tensors(family: str, tensors: Mapping[str, np.ndarray]) -> Iterat
         elif name.endswith("patch_embed.proj.weight"):
             yield "v.patch_embd.weight", value[:, :, 0]
             yield "v.patch_embd.weight.1", value[:, :, 1]
+        elif match := re.search(r"deepstack_merger_list\.(\d+)\.(linear_)?(.*)$", name):
+            yield f"v.deepstack.{match[1]}.{match[3]}", value  # of the first layers
+        elif match := re.search(r"merger\.linear_fc([12])\.(.*)$", name):
+            yield f"mm.{2 * int(match[1]) - 2}.{match[2]}", value
+        elif "merger.norm" in name:
+            yield name.replace("visual.merger.norm", "v.post_ln"), value
+        elif ".qkv." in name and family == "qwen3_vl":
+            yield _stored(names, name), value
         elif ".qkv." in name:
             for part, rows in zip("qkv", np.split(value, 3), strict=True):
                 yield _stored(names, name.replace("qkv", part)), rows

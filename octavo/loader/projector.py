@@ -239,6 +239,57 @@ def _qwen2_5_vl_settings(p: Projector) -> dict[str, Any]:
     }
 
 
+def _qwen3_vl(p: Projector) -> dict[str, Any]:
+    m, depth, arch = p.m, p.layers, Metadata(p.language).arch
+    rope = dict(p.text["rope_parameters"])
+    if (sections := np.ravel(p.language.metadata.get(f"{arch}.rope.dimension_sections", ()))).size >= 3:
+        rope["mrope_section"] = [int(section) for section in sections[:3]]
+    deep = np.ravel(m.file.metadata.get("clip.vision.is_deepstack_layers", ()))
+    side = m.integer("vision.image_size") // m.integer("vision.patch_size")
+    return {
+        "vision_config": {
+            "depth": depth,
+            "hidden_size": m.integer("vision.embedding_length"),
+            "intermediate_size": m.integer("vision.feed_forward_length"),
+            "num_heads": m.integer("vision.attention.head_count"),
+            "patch_size": m.integer("vision.patch_size"),
+            "spatial_merge_size": m.integer("vision.spatial_merge_size", default=2),
+            "num_position_embeddings": side**2,
+            "deepstack_visual_indexes": [layer for layer, is_deep in enumerate(deep[:depth]) if is_deep],
+            "out_hidden_size": p.text["hidden_size"],
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+        "text_config": {**p.text, "rope_parameters": rope},
+        "image_token_id": p.token("<|image_pad|>"),
+    }
+
+
+def _qwen3_vl_settings(p: Projector) -> dict[str, Any]:
+    """Bounds of sizes are those of the published models."""
+    keys = {"shortest_edge": ("vision.image_min_pixels", 1 << 16), "longest_edge": ("vision.image_max_pixels", 1 << 24)}
+    return {
+        "size": {name: p.m.integer(key, default=default) for name, (key, default) in keys.items()},
+        "patch_size": p.m.integer("vision.patch_size"),
+        "merge_size": p.m.integer("vision.spatial_merge_size", default=2),
+        "resample": 3,
+    }
+
+
+@dataclass(frozen=True)
+class DeepLayers:
+    """Numbers mergers of early features in their order, where files have the layers of the tower."""
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+        held = list(pairs)
+        layers = sorted({int(match[1]) for name, _ in held if (match := _DEEP.match(name))})
+        for name, tensor in held:
+            match = _DEEP.match(name)
+            yield name if match is None else f"tower.deep_mergers.{layers.index(int(match[1]))}.{match[2]}", tensor
+
+
+_DEEP = re.compile(r"tower\.deep\.(\d+)\.(.+)")
+
+
 @dataclass(frozen=True)
 class StackFrames:
     """The tensors ``NAME.0`` and ``NAME.1`` [outputs, colours, lines, columns] as one, frames as third dimension."""
@@ -326,6 +377,26 @@ FAMILIES: dict[str, Family] = {
         _qwen2_5_vl,
         _qwen2_5_vl_settings,
         layout=lambda m: [StackFrames("tower.patches.weight")],
+    ),
+    "qwen3vl_merger": Family(
+        {
+            "qwen3vl": "Qwen3VLForConditionalGeneration",
+            "qwen3vlmoe": "Qwen3VLMoeForConditionalGeneration",
+        },
+        ("mm.2.weight", 0),
+        (
+            (r"v\.patch_embd\.bias$", "tower.patches.bias"),
+            (r"v\.position_embd\.", "tower.positions."),
+            (r"v\.blk\.(\d+)\.ln1\.", r"tower.layers.\1.attention_norm."),
+            (r"v\.blk\.(\d+)\.ln2\.", r"tower.layers.\1.mlp_norm."),
+            (r"v\.blk\.(\d+)\.ffn_up\.", r"tower.layers.\1.mlp.fc1."),
+            (r"v\.blk\.(\d+)\.ffn_down\.", r"tower.layers.\1.mlp.fc2."),
+            (r"v\.deepstack\.(\d+)\.", r"tower.deep.\1."),
+            *_GATED,
+        ),
+        _qwen3_vl,
+        _qwen3_vl_settings,
+        layout=lambda m: [StackFrames("tower.patches.weight"), DeepLayers()],
     ),
 }
 

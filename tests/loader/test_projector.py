@@ -462,7 +462,8 @@ def test_files_of_llama_cpps_converter_answer_as_the_folder(
     file.write_text(json.dumps(read_json(file) | {"image_mean": mean, "image_std": std, "image_seq_length": 16}))
     # What files cannot say is as in published models, and so are the names.
     config = read_json(folder / "config.json")
-    config["vision_config"]["window_size"] = 112
+    if family == "qwen2_5_vl":
+        config["vision_config"]["window_size"] = 112
     if family == "idefics3":
         config["text_config"]["architectures"] = ["VLlama3ForCausalLM"]
     elif family == "gemma3":
@@ -479,6 +480,8 @@ def test_files_of_llama_cpps_converter_answer_as_the_folder(
     assert done.returncode == 0, done.stderr
     errors = json.loads(done.stdout.splitlines()[-1])
     assert errors == {}, errors
+    if family == "qwen3_vl":  # files have no bounds of sizes: these images would be too large
+        return check(tmp_path / "tiny.gguf", tmp_path / "mmproj-tiny.gguf")
     for (prompt, tokens, logprobs), expected in zip(answers(tmp_path / "tiny.gguf"), answers(folder), strict=True):
         assert (prompt, tokens) == expected[:2]
         assert logprobs == pytest.approx(expected[2], abs=1e-4)
