@@ -24,16 +24,23 @@ FAMILIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gemma3": (image_models.save_gemma3, "<start_of_image>"),
     "idefics3": (image_models.save_smolvlm, "<image>"),
     "llava": (image_models.save_llava, "<image>"),
+    "mistral3": (image_models.save_mistral3, "[IMG]"),
     "qwen2_5_vl": (image_models.save_qwen2_5_vl, "<|image_pad|>"),
     "qwen3_vl": (image_models.save_qwen3_vl, "<|image_pad|>"),
 }
 _CLIP = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
 _SIGLIP = ([0.5] * 3, [0.5] * 3)
 #: Means and standard deviations of the channels.
-CHANNELS = {"gemma3": _SIGLIP, "idefics3": _SIGLIP, "llava": _CLIP, "qwen2_5_vl": _CLIP}
+CHANNELS = {"gemma3": _SIGLIP, "idefics3": _SIGLIP, "llava": _CLIP, "mistral3": _CLIP, "qwen2_5_vl": _CLIP}
 CHANNELS |= {"qwen3_vl": _CLIP}
-_ARCHITECTURES = {"gemma3": "gemma3", "idefics3": "llama", "llava": "llama", "qwen2_5_vl": "qwen2vl"}
-_ARCHITECTURES |= {"qwen3_vl": "qwen3vl"}
+_ARCHITECTURES = {
+    "gemma3": "gemma3",
+    "idefics3": "llama",
+    "llava": "llama",
+    "mistral3": "mistral3",
+    "qwen2_5_vl": "qwen2vl",
+    "qwen3_vl": "qwen3vl",
+}
 Edit = Callable[[gguf.GGUFWriter], None]
 
 
@@ -111,8 +118,16 @@ def _write_language(
         writer.add_array("gemma3.attention.sliding_window_pattern", pattern)
     if family in ("qwen2_5_vl", "qwen3_vl"):
         writer.add_array(f"{arch}.rope.dimension_sections", [*rope["mrope_section"], 0])
-    if family == "qwen3_vl":
+    if family in ("mistral3", "qwen3_vl"):
         writer.add_key_length(config["head_dim"])
+    if family == "mistral3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     vocab = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     tokens = sorted(vocab, key=lambda token: vocab[token])
     writer.add_tokenizer_model("gpt2")
@@ -130,7 +145,7 @@ def _write_language(
         stored = names.get_name(re.sub(r"^model\.lm_head", "lm_head", name), (".weight", ".bias"))
         assert stored is not None, name
         part = stored.split(".")[-2]
-        if arch == "llama" and part in heads:  # the rows of a head's halves take turns
+        if arch in ("llama", "mistral3") and part in heads:  # the rows of a head's halves take turns
             shape = value.shape
             value = value.reshape(heads[part], 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
         if arch == "gemma3" and name.endswith("norm.weight"):
@@ -179,6 +194,13 @@ def _projector_keys(family: str, config: Any, folder: Path) -> dict[str, Any]:
         }
         bounds = settings["size"]
         keys |= {f"clip.vision.image_{name}_pixels": bounds[f"{edge}_edge"] for name, edge in _EDGES.items()}
+    elif family == "mistral3":
+        keys |= {"clip.projector_type": "pixtral", "clip.use_silu": vision.get("hidden_act") == "silu"}
+        keys |= {
+            "clip.use_gelu": vision.get("hidden_act", "gelu") == "gelu",
+            "clip.vision.spatial_merge_size": config["spatial_merge_size"],
+        }
+        keys |= {"clip.vision.image_size": settings["size"]["longest_edge"]}
     else:
         keys |= {"clip.projector_type": "qwen2.5vl_merger", "clip.use_silu": True}
         keys |= {"clip.vision.n_wa_pattern": vision["fullatt_block_indexes"][0] + 1}
@@ -200,7 +222,15 @@ def _projector_tensors(family: str, tensors: Mapping[str, np.ndarray]) -> Iterat
         name = re.sub(r"^(model\.)?(vision_model|connector)\.", r"model.\2.", name)
         if (family == "llava" and "post_layernorm" in name) or ".head." in name:
             continue
-        if family == "llava" and (match := re.search(r"\.(linear_[12])\.(\w+)$", name)):
+        if family == "mistral3":
+            name = re.sub(r"vision_tower\.vision_model\.(transformer\.)?", "vision_tower.", name)
+            name = name.replace("vision_tower.layers", "vision_tower.transformer.layers")
+            found = {"multi_modal_projector.norm.weight": "mm.input_norm.weight"}
+            found["multi_modal_projector.patch_merger.merging_layer.weight"] = "mm.patch_merger.weight"
+            if re.search(r"[qk]_proj", name):
+                value = value.reshape(3, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+            yield found.get(name) or _stored(names, name), value
+        elif family == "llava" and (match := re.search(r"\.(linear_[12])\.(\w+)$", name)):
             yield f"{first[match[1]]}.{match[2]}", value
         elif name.endswith("patch_embed.proj.weight"):
             yield "v.patch_embd.weight", value[:, :, 0]

@@ -30,10 +30,12 @@ from octavo.models.checkpoint import (
     CheckpointEntry,
     Drop,
     Pairs,
+    Permute,
     Rename,
     Shapes,
     Tensor,
     Transform,
+    halve_pairs,
     has_values,
     without_values,
 )
@@ -275,6 +277,35 @@ def _qwen3_vl_settings(p: Projector) -> dict[str, Any]:
     }
 
 
+def _pixtral(p: Projector) -> dict[str, Any]:
+    """Mistral 3, whose squares of patches make features, or Pixtral 12B."""
+    m, text = p.m, dict(p.text)
+    vision = {**p.transformer, "model_type": "pixtral", "hidden_act": "gelu" if m.flag("use_gelu") else "silu"}
+    kind: dict[str, Any] = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    if not m.holds("mm.patch_merger.weight"):
+        kind |= {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+    elif text["model_type"] == "llama":
+        text["model_type"] = "mistral"
+    return {
+        "vision_config": vision,
+        "text_config": text,
+        "spatial_merge_size": m.integer("vision.spatial_merge_size", default=1),
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": m.holds("mm.1.bias"),
+        "image_token_id": p.token("[IMG]"),
+        **kind,
+    }
+
+
+def _pixtral_settings(p: Projector) -> dict[str, Any]:
+    return {
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": p.m.integer("vision.image_size")},
+        "patch_size": p.m.integer("vision.patch_size"),
+        "resample": 3,
+    }
+
+
 @dataclass(frozen=True)
 class DeepLayers:
     """Numbers mergers of early features in their order, where files have the layers of the tower."""
@@ -288,6 +319,13 @@ class DeepLayers:
 
 
 _DEEP = re.compile(r"tower\.deep\.(\d+)\.(.+)")
+
+
+def _pixtral_layout(m: Metadata) -> list[CheckpointEntry]:
+    """The rows of a head's two halves take turns in files."""
+    heads = m.integer("vision.attention.head_count")
+    head_dim = m.integer("vision.embedding_length") // heads
+    return [Permute(r"^tower\.layers\.\d+\.attention\.[qk]_proj\.", halve_pairs(heads, head_dim))]
 
 
 @dataclass(frozen=True)
@@ -369,6 +407,27 @@ FAMILIES: dict[str, Family] = {
         _llava,
         _llava_settings,
         unused=r"tower\.vision\.(layers\.\d+|post_norm)\.",
+    ),
+    "pixtral": Family(
+        {"llama": "Mistral3ForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration"},
+        ("mm.2.weight", 0),
+        (
+            (r"v\.patch_embd\.", "tower.patches."),
+            (r"v\.pre_ln\.", "tower.ln_pre."),
+            (r"v\.blk\.(\d+)\.attn_([qkv])\.", r"tower.layers.\1.attention.\2_proj."),
+            (r"v\.blk\.(\d+)\.attn_out\.", r"tower.layers.\1.attention.o_proj."),
+            (r"v\.blk\.(\d+)\.ln1\.", r"tower.layers.\1.attention_norm."),
+            (r"v\.blk\.(\d+)\.ln2\.", r"tower.layers.\1.ffn_norm."),
+            (r"v\.blk\.(\d+)\.ffn_(gate|up|down)\.", r"tower.layers.\1.mlp.\2_proj."),
+            (r"v\.token_embd\.img_break", "tower.token_embd."),  # of the language model
+            (r"mm\.input_norm\.", "tower.merge_norm."),
+            (r"mm\.patch_merger\.", "tower.merge."),
+            (r"mm\.([12])\.", r"tower.projector.linear_\1."),
+        ),
+        _pixtral,
+        _pixtral_settings,
+        layout=_pixtral_layout,
+        unused=r"tower\.token_embd\.",
     ),
     "qwen2.5vl_merger": Family(
         {"qwen2vl": "Qwen2_5_VLForConditionalGeneration"},
