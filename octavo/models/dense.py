@@ -361,9 +361,7 @@ def _mistral(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_windows": _windows(reader, fields["num_layers"], 4096, None)}
 
 
-MISTRAL = Family(
-    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 131072}, biases=("", "", ""), read=_mistral
-)
+MISTRAL = Family(defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 131072}, biases=("", "", ""), read=_mistral)
 _GLM = Family(
     names=FUSED_GATE,
     facts={"interleaved": True},
