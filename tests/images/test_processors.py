@@ -236,8 +236,8 @@ def test_random_sizes_are_those_of_transformers(family: str, tmp_path: Path) -> 
     @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.integers(1, 300), st.integers(1, 300))
     def check(height: int, width: int) -> None:
-        # Tiles of 2 x 2 features, of which a longer image of LLaVA-NeXT would leave none.
-        if max(height, width) > (4 if family == "llava_next" else 200) * min(height, width):
+        # Of longer images, LLaVA-NeXT's tiles of 2 x 2 features would leave none, and transformers' Pixtral no pixels.
+        if max(height, width) > {"llava_next": 4, "mistral3": 140}.get(family, 200) * min(height, width):
             return
         image = scene(height, width)
         processed = processor.process(image)
@@ -395,6 +395,11 @@ def test_texts_of_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
     processed = read_image_processor(folder, config).process(scene(30, 30))
     assert processed.expansion == "\n\n<boi>" + "<s>" * 256 + "<eoi>\n\n"
+
+
+def test_a_longer_image_of_mistral_3_has_one_line(tmp_path: Path) -> None:
+    processed = read_image_processor(*write_folder(tmp_path, "mistral3")).process(scene(1, 4000))
+    assert (processed.image.height, processed.image.width, processed.num_features) == (28, 1540, 55)
 
 
 @pytest.mark.parametrize("family", ["lfm2_vl", "llava", "llava_next", "qwen2_5_vl", "qwen3_vl"])
