@@ -977,10 +977,10 @@ def _kind(m: Metadata) -> str:
 #: llama.cpp's default ids of special tokens by kind (``tokenizer.ggml.model``).
 _DEFAULT_IDS: dict[str, dict[str, int]] = {
     "gpt2": {},
-    "gemma4": {},
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "t5": {"eos": 1, "unknown": 2, "padding": 0},
     "bert": {"cls": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
+    "gemma4": {},
 }
 
 

@@ -256,6 +256,8 @@ def kind_file(path: Path, kind: str, tokens: list[str], types: list[int], **numb
     for name, value in numbers.items():
         if name == "scores":
             writer.add_token_scores(value)
+        elif name == "merges":
+            writer.add_token_merges(value)
         else:
             writer.add_uint32(f"tokenizer.ggml.{name}", value)
     writer.write_header_to_file()
@@ -315,6 +317,21 @@ def test_gemma_s_runs_of_spaces_and_line_breaks_are_single_tokens(tmp_path: Path
     text = "a   b\n\n\na a    b\u00e9"
     assert ours.tokenize(text) == ["a", "   ", "b", "\n\n", "\n", "a", "▁a", "   ", "▁b", "<0xC3>", "<0xA9>"]
     assert ours.decode(ours(text)["input_ids"], skip_special_tokens=True) == text
+
+
+def test_gemma_4_s_tokens_are_made_by_merges(tmp_path: Path) -> None:
+    byte_tokens = [f"<0x{b:02X}>" for b in range(256)]
+    pieces = ["\n", "\n\n", "▁", "▁▁", "a", "b", "▁a", "ab", "▁ab"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", *byte_tokens, *pieces]
+    types = [3] * 5 + [6] * 256 + [1] * len(pieces)
+    merges = ["\n \n", "▁ ▁", "a b", "▁ ab", "▁ a"]
+    numbers = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3}
+    ours = written(kind_file(tmp_path / "m.gguf", "gemma4", tokens, types, merges=merges, **numbers))
+    text = "<|turn>ab ab   a\n\n\nb\u00e9"
+    wanted = ["<|turn>", "ab", "▁ab", "▁▁", "▁a", "\n\n", "\n", "b", "<0xC3>", "<0xA9>"]
+    assert ours.tokenize(text) == wanted
+    assert ours(text)["input_ids"] == [2, *ours.convert_tokens_to_ids(wanted)]
+    assert ours.decode(ours(text)["input_ids"], skip_special_tokens=True) == text.removeprefix("<|turn>")
 
 
 @pytest.mark.parametrize("keys", [("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle")])

@@ -93,6 +93,14 @@ DECODERS: dict[str, dict[str, Any]] = {
     "GPTNeoXForCausalLM": SMALL,
     "Gemma2ForCausalLM": {**GROUPED, "head_dim": 8},
     "Gemma3ForCausalLM": {**GROUPED, "head_dim": 8},
+    "Gemma4ForCausalLM": {
+        **{**GROUPED, "head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 8},
+        **{"vocab_size_per_layer_input": 101, "layer_types": ["sliding_attention", "full_attention"]},
+    },
+    "Gemma4UnifiedForCausalLM": {
+        **{**GROUPED, "head_dim": 8, "global_head_dim": 16},
+        **{"layer_types": ["sliding_attention", "full_attention"]},
+    },
     "GemmaForCausalLM": {**GROUPED, "head_dim": 8},
     "Glm4ForCausalLM": {**GROUPED, "head_dim": 8},
     "Glm4MoeForCausalLM": {**ROUTED, "head_dim": 16},
