@@ -149,13 +149,16 @@ class Admission:
             return None
         return best
 
-    def admit_waiting(self, group: SequenceGroup, step: Step) -> bool:
-        """Admits a waiting group (new, or preempted by recompute) with its cached prefix; False if it does not fit."""
+    def admit_waiting(self, group: SequenceGroup, step: Step, *, may_pause: bool = False) -> bool:
+        """Admits a waiting group (new, or preempted by recompute) with its cached prefix; False if it does not fit.
+
+        ``may_pause``: even if the policy keeps its prompt out of this step.
+        """
         blocks = self._blocks
         if self.has_tokens_in_flight(group):
             return False
         limit = prompt_limit(self._queues, group, step)
-        if limit == 0:
+        if limit == 0 and not may_pause:
             return False
         self._queues.on_attempt(group.group_id)
         reserved = self._reserved(step)
@@ -175,7 +178,7 @@ class Admission:
         first.checkpoint_at = blocks.prefixes.branch(match) if match is not None else 0
         # Several sequences may have no chunk to compute before they share the matched prefix.
         has_chunk = len(group.seqs) == 1 or any(s.shared_prefix is None and s.num_uncomputed > 1 for s in group.seqs)
-        if has_chunk and not prompt_chunks(blocks, group, step.budget, self._options, limit):
+        if has_chunk and limit != 0 and not prompt_chunks(blocks, group, step.budget, self._options, limit):
             first.num_computed = 0
             return False
         if match is not None:
@@ -221,7 +224,8 @@ class Admission:
         """Admits the group that ``Displacement.preempt_for_waiting`` has returned."""
         step.budget += step.held_back
         step.prompts = [(other, tokens) for other, tokens in step.prompts if other is not group]
-        self.admit_waiting(group, step)
+        # With victims gone, the shares by which ``preempt_for_waiting`` asked the policy may be others.
+        self.admit_waiting(group, step, may_pause=True)
 
     def admit_swapped(self, group: SequenceGroup, step: Step) -> bool:
         """Swaps a group in and schedules it in this step; False if it does not fit."""
@@ -379,6 +383,8 @@ class Displacement:
         if victims is None or not (victims or self._goes_before_prompts(group)):
             return None
         gone = {victim.group_id for victim in victims}
+        if self._is_left_out(group, gone):
+            return None
         decoding = sum(g.num_seqs for g in self._queues.running if not (g.prefilling or g.group_id in gone))
         budget = step.budget - (decoding if self._options.batching == "mixed" else 0)
         chunks = prompt_chunks(self._queues.blocks, group, budget, self._options)
@@ -390,6 +396,14 @@ class Displacement:
         step.add_prompt(group, chunks)
         step.held_back = budget - step.budget
         return group
+
+    def _is_left_out(self, group: SequenceGroup, gone: set[int]) -> bool:
+        """Whether the policy keeps its prompt out of a step with the running prompts that are not ``gone``."""
+        queues = self._queues
+        if not queues.policy.limits_prompts or self._options.batching != "mixed":
+            return False
+        prompts = [(other, 1) for other in queues.prefilling if other.group_id not in gone]
+        return queues.policy.prompt_limit(group, prompts) == 0
 
     def _goes_before_prompts(self, group: SequenceGroup) -> bool:
         queues = self._queues

@@ -860,8 +860,11 @@ class Engine:
             answer.error = failure.text if failure is not None else None
 
 
-def watch_displacement(scheduler: Scheduler) -> list[SequenceGroup]:
-    """Checks that a waiting group for which others are preempted is admitted in the same step; lists these groups."""
+def watch_displacement(scheduler: Scheduler, worker: FakeWorker | None = None) -> list[SequenceGroup]:
+    """Checks that a waiting group for which others are preempted is admitted in the same step; lists these groups.
+
+    ``worker``: is broken otherwise, where a step loop would go on after the exception.
+    """
     schedule, preempt = scheduler.schedule, scheduler._displacement.preempt_for_waiting
     found: list[SequenceGroup] = []
 
@@ -873,7 +876,8 @@ def watch_displacement(scheduler: Scheduler) -> list[SequenceGroup]:
     def checking() -> StepPlan:
         before = len(found)
         plan = schedule()
-        assert all(group.status is SequenceStatus.RUNNING for group in found[before:]), "preempted in vain"
+        with contextlib.nullcontext() if worker is None else worker.breaking():
+            assert all(group.status is SequenceStatus.RUNNING for group in found[before:]), "preempted in vain"
         return plan
 
     scheduler._displacement.preempt_for_waiting = recording  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from octavo.scheduler.groups import SequenceGroup
 from octavo.scheduler.policies import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairShare, Policy, ShortestRemaining, load_policy
 from octavo.scheduler.queue import GroupQueue
 from tests.busy_machine import once_in_three
+from tests.scheduler.fake_worker import watch_displacement
 from tests.scheduler.virtual_engine import DECODE, PREFILL, STEP, Job, VirtualEngine
 
 
@@ -359,6 +360,30 @@ def test_fair_lets_a_burst_of_a_light_user_exceed_its_share() -> None:
     for _ in range(600):  # then it has received as much
         engine.step()
     assert all(job.first is not None for job in engine.jobs.values() if job.user == "victim")
+
+
+def test_fair_displaces_no_request_for_one_whose_prompt_the_step_leaves_out() -> None:
+    """The prompt of a user who runs one sequence keeps that of a user who runs four out of its steps."""
+    engine = VirtualEngine("fair", options={"max_num_seqs": 6})
+    displaced = watch_displacement(engine.scheduler)
+    for _ in range(60):
+        engine.add(Job(0.0, tokens(20), 400, user="flood"))
+    for _ in range(700):
+        engine.step()
+    for _ in range(4):
+        engine.add(Job(engine.now, tokens(20), 400, user="burst"))
+        engine.step()
+    engine.add(Job(engine.now, tokens(1800), 4, user="victim"))
+    engine.step()
+    count = len(displaced)
+    assert engine.scheduler.queues.prefilling[0].request.options.user == "victim"
+    engine.add(Job(engine.now, tokens(20), 400, user="burst"))
+    while engine.scheduler.queues.prefilling:
+        engine.step()
+        assert len(displaced) == count
+    engine.step()
+    assert len(displaced) == count + 1, "it has its turn after that prompt"
+    engine.serve([])
 
 
 def test_fair_pays_for_idle_time_with_a_bounded_credit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ class Run:
             stores=stores,
             image_time=ImageTime(random.Random(case.seed + 7).choice([0.0, 0.003, 0.05])),
         )
-        watch_displacement(self.engine.scheduler)
+        watch_displacement(self.engine.scheduler, self.engine.worker)
         #: Adapters that requests name, and those of them whose loads fail now.
         self.refs = [*map(lora, "ABCDE"), *map(prompt_adapter, "PQR")]
         # Sometimes there are so few candidates that beams become fewer.
