@@ -178,12 +178,8 @@ def test_the_same_bits_in_company(models: Models, alone: Callable[[str], list[An
 def test_an_image_of_an_aborted_request_is_given_up(models: Models, alone: Callable[[str], list[Any]]) -> None:
     llm = load(models("llava")[0], image_step_ms=0.001)
     engine, given = llm.llm_engine, prompts("llava")
-<<<<<<< HEAD
-    preparations = engine.core.executor._worker.runner.loaded.preparations  # type: ignore[attr-defined]
-=======
     executor: Any = engine.core.executor
     preparations = executor._worker.runner.loaded.preparations
->>>>>>> b7ee282cec64ad95a176631a21aacd526e5aad9e
     engine.add_request("text", given[4], PARAMS[4])
     engine.add_request("aborted", given[1], PARAMS[1])
     while not preparations._computing:
