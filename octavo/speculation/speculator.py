@@ -528,7 +528,8 @@ def best_lengths(
             rows = max(1.0, num_drafting * length)
             # Few rows more cost too little to be measured, or just fill a tile: their share of more rows counts.
             span = max(round(rows), num_seqs // 4)
-            extra = (costs.seconds(num_seqs + span) - plain) * rows / span + length * pass_seconds
+            # More rows never cost less: where they do, other processes have disturbed the measurements.
+            extra = max(0.0, costs.seconds(num_seqs + span) - plain) * rows / span + length * pass_seconds
             price[length] = extra * num_seqs / plain / num_drafting
     return best_of(price)
 
