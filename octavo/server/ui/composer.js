@@ -78,7 +78,7 @@ export function Composer({ kind, kinds, model, running, begun, onKind, onSend, o
     add([...event.target.files]);
     event.target.value = "";
   };
-  return html`<form class=${names("composer", isOver && "over")} onPaste=${onPaste} onSubmit=${(event) => (event.preventDefault(), send())}>
+  return html`<form class=${names("composer", isOver && "dropping")} onPaste=${onPaste} onSubmit=${(event) => (event.preventDefault(), send())}>
     ${problem && html`<p class="note error" role="alert">${problem}</p>`}
     <div class="composer-box">
       <${Files} files=${sent} onRemove=${(file) => setFiles(files.filter((one) => one !== file))} />

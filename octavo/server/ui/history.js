@@ -113,7 +113,7 @@ function Entry({ one, isCurrent, isRunning, onOpen, onRename, onRemove, onExport
     return html`<li class="asked-delete"><span class="cut">Delete “${title}”?</span><button type="button" class="button small danger" ref=${focusNow} onClick=${() => onRemove(one)}>Delete</button><${IconButton} icon="close" label="Keep it" small=${true} onClick=${() => setAsked(false)} /></li>`;
   }
   return html`<li class=${names(isCurrent && "chosen")}>
-    <button type="button" class="open cut" aria-current=${isCurrent ? "true" : undefined} title=${title} onClick=${() => onOpen(one)}>${title}${isRunning && html`<span class="dot"><span class="hidden">, being answered</span></span>`}</button>
+    <button type="button" class="open cut" aria-current=${isCurrent ? "true" : undefined} title=${title} onClick=${() => onOpen(one)}>${title}${isRunning && html`<span class="running-dot"><span class="hidden">, being answered</span></span>`}</button>
     <${Menu} label=${`Actions for ${title}`} actions=${[
       { icon: "edit", label: "Rename", act: () => setName(title) },
       { icon: "download", label: "Export", act: onExport },

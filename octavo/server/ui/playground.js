@@ -162,7 +162,7 @@ export function Playground({ models, model, onModel, panels, setPanels }) {
 
 function SideDrawer({ onClose, children }) {
   const box = useDialog(onClose);
-  return html`<div class="backdrop" onClick=${onClose}></div><div class="side over" ref=${box} tabindex="-1" role="dialog" aria-modal="true" aria-label="Conversations">${children}</div>`;
+  return html`<div class="backdrop" onClick=${onClose}></div><div class="side covers" ref=${box} tabindex="-1" role="dialog" aria-modal="true" aria-label="Conversations">${children}</div>`;
 }
 
 /** Messages that are drawn at first, and how many more at a time; of long conversations the others wait above. */
