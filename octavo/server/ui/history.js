@@ -2,6 +2,7 @@
 
 import { download, html, names, useEffect, useMemo, useRef, useState } from "./dom.js";
 import { contains, deleteConversation, exported, imported, loadConversations, MOST, newId, onOtherTabs, saveConversations, titleOf } from "./conversations.js";
+import { asFarAsItIs } from "./generation.js";
 import { keepFiles, megabytes, MOST_KEPT } from "./files.js";
 import { focusNow, Icon, IconButton, Menu } from "./widgets.js";
 
@@ -16,7 +17,8 @@ export function useHistory(current, runs) {
   useEffect(() => onOtherTabs(() => setList(loadConversations())), []);
   const save = useRef();
   save.current = () => {
-    const { kept, left } = saveConversations(current.nodes.length ? [current, ...list.filter((one) => one.id !== current.id)] : list);
+    const all = current.nodes.length ? [current, ...list.filter((one) => one.id !== current.id)] : list;
+    const { kept, left } = saveConversations(all.map(asFarAsItIs));
     setLeft(left);
     // Of those that are not open, the browser's storage has what the list needs.
     keepFiles(kept).then((names) => names.join() !== dropped.join() && setDropped(names));
