@@ -134,3 +134,7 @@ def test_the_site_is_made_without_a_broken_link(tmp_path: Path) -> None:
     pages = {page.name for page in tmp_path.glob("*.html")}
     assert {"index.html", "api.html", "CHANGELOG.html", "scheduling.html"} <= pages
     assert "LLM.generate" in (tmp_path / "api.html").read_text(encoding="utf-8")
+    assert 'href="replay/a_busy_half_minute.html"' in (tmp_path / "engine-view.html").read_text(encoding="utf-8")
+    replay = (tmp_path / "replay" / "a_busy_half_minute.html").read_text(encoding="utf-8")
+    for address in re.findall(r'(?:src|href|data-recording)="([^"/][^"]*)"', replay):
+        assert (tmp_path / "replay" / address).is_file(), address

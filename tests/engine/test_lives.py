@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from octavo.core.stats import MAX_LIFE_EVENTS, EngineView, LifeEvent
+import pytest
+
+from octavo.core.stats import EngineView, LifeEvent
 from tests.engine.test_view_recorder import Watched
 from tests.scheduler.fake_preparations import adapter_options, lora
 from tests.scheduler.test_scenarios import request
@@ -97,14 +99,15 @@ def test_whoever_waits_says_for_what() -> None:
     assert (2, "lora") in seen
 
 
-def test_what_nobody_watches_is_not_kept_and_what_is_kept_is_bounded() -> None:
-    watched = Watched(max_num_seqs=4, max_num_batched_tokens=4, blocks=2000)
-    watched.engine.add(request(1, 4 * (MAX_LIFE_EVENTS + 20), max_tokens=1))
+def test_what_nobody_watches_is_not_kept_and_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.engine.lives.MAX_LIFE_EVENTS", 30)
+    watched = Watched(max_num_seqs=4, max_num_batched_tokens=4, blocks=200)
+    watched.engine.add(request(1, 160, max_tokens=1))
     while watched.engine.scheduler.has_work:
         watched.step()
         watched.engine.now -= 0.01  # nobody stops watching
     events = watched.recorder.view().lives
-    assert len(events) == MAX_LIFE_EVENTS and events[-1].kind == "end"
+    assert len(events) == 30 and events[-1].kind == "end"
     watched.engine.now += 60
     watched.engine.add(request(2, 4, max_tokens=30))
     watched.step()

@@ -227,6 +227,21 @@ def test_one_who_reads_slowly_gets_everything_anew_and_holds_nobody_up() -> None
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_stream_that_ends_repeats_nothing() -> None:
+    async def main() -> None:
+        events = make(FakeEngine(cost=1.0))  # one view, and then a long pause
+        stream = events.listen()
+        while not read(await anext(stream))["views"]:
+            pass
+        rest = asyncio.ensure_future(anext(stream, b"the end"))
+        await asyncio.sleep(0.01)
+        await events.close()
+        assert await rest == b"the end"
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("quick")
 def test_views_that_take_long_are_made_less_often() -> None:
     async def main() -> None:
         engine = FakeEngine(cost=0.2 * engine_events.COST_SHARE)

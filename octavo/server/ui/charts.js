@@ -9,8 +9,8 @@ function colorsOf(element) {
   return (name) => style.getPropertyValue(name).trim();
 }
 
-/** Bars of two parts each; `budget`: a line across; `of`: for each bar, whether it stands out, or null. */
-function drawBars(canvas, width, height, bars, most, budget, paints, at, of) {
+/** Bars of two parts each; `budget`: a line across; `of`: for each bar, whether it stands out, or null; `marks`: bars with a mark above. */
+function drawBars(canvas, width, height, bars, most, budget, paints, at, of, marks = []) {
   const ratio = devicePixelRatio || 1;
   canvas.width = width * ratio;
   canvas.height = height * ratio;
@@ -32,6 +32,8 @@ function drawBars(canvas, width, height, bars, most, budget, paints, at, of) {
     context.fillStyle = paints.line;
     context.fillRect(0, height - budget * scale, width, 1);
   }
+  context.fillStyle = paints.mark;
+  for (const i of marks) context.fillRect(i * BAR - 1, 0, BAR + 1.5, 7);
   if (at !== null) {
     context.fillStyle = paints.line;
     context.fillRect(at * BAR + BAR / 2 - 0.5, 0, 1, height);
@@ -56,6 +58,7 @@ export function Strip({ steps, budget, at, onPick, belongs = null, onPoint }) {
   const sums = shown.map((step) => step.prefill + step.decode);
   const slowest = Math.max(1e-3, ...times.map(([a, b]) => a + b));
   const mostTokens = Math.max(1, ...sums);
+  const preempting = [...shown.keys()].filter((i) => shown[i].preemptions > (steps[from + i - 1]?.preemptions ?? shown[i].preemptions));
   const timed = shown.some((step) => step.kernels);
   useLayoutEffect(() => {
     const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
@@ -67,9 +70,9 @@ export function Strip({ steps, budget, at, onPick, belongs = null, onPoint }) {
     const redraw = () => {
       const color = colorsOf(tokens.current);
       const mark = at === null ? null : at - from;
-      const paint = (a, b) => Object.assign([color(a), color(b)], { line: color("--ink") });
+      const paint = (a, b) => Object.assign([color(a), color(b)], { line: color("--ink"), mark: color("--life-set-back") });
       const of = belongs && shown.map(belongs);
-      drawBars(tokens.current, width, 120, shown.map((step) => [step.decode, step.prefill]), mostTokens, budget <= mostTokens ? budget : 0, paint("--accent", "--second"), mark, of);
+      drawBars(tokens.current, width, 120, shown.map((step) => [step.decode, step.prefill]), mostTokens, budget <= mostTokens ? budget : 0, paint("--accent", "--second"), mark, of, preempting);
       drawBars(seconds.current, width, 90, times, slowest, 0, paint("--third", "--warn"), mark, of);
     };
     redraw();
@@ -94,7 +97,7 @@ export function Strip({ steps, budget, at, onPick, belongs = null, onPoint }) {
   // The box stays, as its width is watched.
   if (!steps.length) return html`<div class="strip" ref=${box}><p class="quiet">Each step gets a bar here: the tokens that it computes, of prompts and of decodes, and its time.</p></div>`;
   return html`<div class="strip" ref=${box}>
-    <p class="chart-title">Tokens of a step <span class="name"><span class="key key-decode"></span>decode</span> <span class="name"><span class="key key-prefill"></span>prompts</span> <span class="quiet">up to ${mostTokens}, budget ${budget}</span></p>
+    <p class="chart-title">Tokens of a step <span class="name"><span class="key key-decode"></span>decode</span> <span class="name"><span class="key key-prefill"></span>prompts</span> ${preempting.length > 0 && html`<span class="name"><span class="key key-set-back"></span>preemption</span> `}<span class="quiet">up to ${mostTokens}, budget ${budget}</span></p>
     <canvas ref=${tokens} height="120" style=${{ ...wide, height: "120px" }} role="img" aria-label=${`Tokens of the last steps. ${words}`} ...${pointing}></canvas>
     <p class="chart-title">Time of a step <span class="name"><span class="key key-kernels"></span>${timed ? "in kernels" : "in the worker"}</span> <span class="name"><span class="key key-outside"></span>outside</span> <span class="quiet">up to ${(1e3 * slowest).toFixed(1)} ms</span></p>
     <canvas ref=${seconds} height="90" style=${{ ...wide, height: "90px" }} role="img" aria-label="Times of the last steps" ...${pointing}></canvas>

@@ -221,7 +221,7 @@ function Picture({ recording, isFile, replica, view, steps, index, examples, onP
   const pointing = { focus: stands, onFocus: setFocus, onChoose: setChosen };
   const empty = html`<div class="empty-state"><p>Each request gets a row here as it arrives: when it waits and for what, the chunks of its prompt, its decoding, and whether it is preempted, swapped out or resumed on another core.</p>${examples && html`<${ExampleButton} examples=${examples} />`}</div>`;
   return html`
-    <section class=${names("card wide lives-card", shownLife && "with-details")} aria-label="Lives of requests">
+    <section class=${names("card wide lives-card", shownLife && "with-details")} aria-label="Lives of requests" onKeyDown=${(event) => event.key === "Escape" && setChosen(null)}>
       <div class="lives-main"><${Timeline} lives=${lives} at=${at} isFile=${isFile} focus=${focus} chosen=${shownLife ? chosen : null} line=${line} numCores=${recording.rows.length} empty=${empty} onFocus=${setFocus} onChoose=${setChosen} />
         ${examples && lives.all.length > 0 && (examples.done !== null || view.state.num_running === 0) && html`<${ExampleButton} examples=${examples} small />`}</div>
       ${shownLife && html`<${LifeDetails} life=${shownLife} lives=${lives} steps=${steps} onPick=${onPick} onClose=${() => setChosen(null)} />`}

@@ -1,6 +1,6 @@
 // Lives of requests as rows over time, and one of them told in words: what it waited for, its steps, and what it cost.
 
-import { html, names, useRef, useState } from "./dom.js";
+import { html, names, useEffect, useRef, useState } from "./dom.js";
 import { costsOf, OBSTACLES, phaseAt } from "./lives.js";
 import { RequestName, shortOf, Swatch } from "./request_names.js";
 import { CopyButton, IconButton } from "./widgets.js";
@@ -143,7 +143,7 @@ export function Timeline({ lives, at, isFile, focus, chosen, line, numCores, emp
       <div class="life-row axis" aria-hidden="true"><span></span><div class="life-field">${ticks.map((tick) => html`<span style=${{ left: place(zero + tick) }}>${tick.toFixed(digits).replace("-", "−")} s</span>`)}</div><span></span></div>
       <div class="life-row over" aria-hidden="true"><span></span><div class="life-field">
         ${ticks.map((tick) => html`<i style=${{ left: place(zero + tick) }}></i>`)}
-        ${at !== null && html`<i class="now" style=${{ left: place(Math.min(Math.max(at, from), to)) }}></i>`}
+        ${at !== null && html`<i class="at" style=${{ left: place(Math.min(Math.max(at, from), to)) }}></i>`}
         ${line !== null && line >= from && line <= to && html`<i class="hover" style=${{ left: place(line) }}></i>`}
       </div><span></span></div>
       <ul class="lives" ref=${list} onKeyDown=${move} onPointerLeave=${() => onFocus(null)}>
@@ -174,6 +174,11 @@ function LivesLegend() {
 
 /** A life in words. `steps`: those that are kept; `onPick(index)` of one of them. */
 export function LifeDetails({ life, lives, steps, onPick, onClose }) {
+  const box = useRef();
+  // Where it stands under the rows, it comes into sight.
+  useEffect(() => {
+    if (matchMedia("(max-width: 67.99rem)").matches) box.current.scrollIntoView({ block: "nearest" });
+  }, [life]);
   const costs = costsOf(life);
   const byGroup = (group) => shortOf(title(lives.find(group) ?? { group }));
   const hasEvents = life.phases.some((phase) => phase.chunks?.length);
@@ -192,7 +197,7 @@ export function LifeDetails({ life, lives, steps, onPick, onClose }) {
     if (begin < 0 || end < begin || (phase.kind !== "prompt" && phase.kind !== "decode")) return "";
     return begin === end ? `step ${steps[begin].step}` : `steps ${steps[begin].step} to ${steps[end].step}`;
   };
-  return html`<aside class="life-details" aria-label="Request">
+  return html`<aside class="life-details" ref=${box} aria-label="Request">
     <div class="card-head"><h3><${Swatch} group=${life.group} /> Request <span class="id whole">${title(life)}</span></h3><span><${CopyButton} text=${title(life)} label="Copy its id" /><${IconButton} icon="close" small label="Close this request" side="left" onClick=${onClose} /></span></div>
     <p>${sentenceOf(life)} <span class="quiet">${life.end === null ? "It goes on." : `${(REASONS[life.reason] ?? life.reason).replace(/^./, (letter) => letter.toUpperCase())} after ${span(life.end - life.arrival)}.`}</span></p>
     <dl class="facts">${facts.map(([name, value, note]) => html`<div><dt>${name}</dt><dd><strong>${value}</strong> <span class="quiet">${note}</span></dd></div>`)}</dl>
