@@ -67,6 +67,31 @@ def test_a_chat_streams_and_stays_in_the_browser(chat: Visit) -> None:
     assert page.locator(".asked").inner_text() == "Hello there"
 
 
+#: An answer that begins and does not end.
+UNENDING = """() => {
+    globalThis.fetch = async () => new Response(new ReadableStream({ start(out) {
+        const data = { choices: [{ index: 0, delta: { content: "As far as" }, finish_reason: null }] };
+        out.enqueue(new TextEncoder().encode(`data: ${JSON.stringify(data)}\\n\\n`));
+    } }), { headers: { "content-type": "text/event-stream" } });
+}"""
+
+
+def test_an_answer_goes_on_beside_another_conversation_and_outlives_the_page(chat: Visit) -> None:
+    page = chat.page
+    page.evaluate(UNENDING)
+    ask(chat, "Tell me all")
+    page.get_by_text("As far as").wait_for()
+    page.get_by_role("button", name="New", exact=True).click()
+    page.locator(".welcome").wait_for()
+    assert page.evaluate(FOCUSED) == "question"
+    page.get_by_role("button", name=re.compile("^Tell me all.*being answered")).click()
+    page.get_by_role("button", name="Stop").wait_for()
+    page.reload()
+    page.get_by_role("button", name="Tell me all", exact=True).click()
+    page.get_by_text("As far as").wait_for()
+    page.get_by_text("You stopped this answer.").wait_for()
+
+
 def test_stop_takes_the_place_of_send_and_stops_the_engine_too(chat: Visit, site: Running) -> None:
     page = chat.page
     before = site.metric("octavo_requests_finished_total", reason="abort")

@@ -224,7 +224,7 @@ def test_the_theme_is_chosen_and_kept(browser: Any, site: Running) -> None:
 
         def background(theme: str) -> str:
             page.get_by_role("button", name="Colours").click()
-            page.wait_for_function(f"document.documentElement.dataset.theme === '{theme}'")
+            page.locator(f'html[data-theme="{theme}"]').wait_for()
             color: str = page.evaluate("getComputedStyle(document.body).backgroundColor")
             return color
 

@@ -11,8 +11,8 @@ const ACCEPT = { image: "image/*", audio: "audio/*,video/*", text: "text/*,.md,.
 const SORTS = { image: "pictures", audio: "recordings", text: "text files" };
 const HINTS = { chat: "Ask something", completion: "Begin a text; the model goes on with it" };
 
-/** `begun`: { text }, a question that an example puts here; a new object puts it again. */
-export function Composer({ kind, kinds, model, running, begun, onKind, onSend, onStop }) {
+/** `conversation`: its id, and `isNew`: it has no message; `begun`: { text }, a question that an example puts here; a new object puts it again. */
+export function Composer({ conversation, isNew, kind, kinds, model, running, begun, onKind, onSend, onStop }) {
   const [text, setText] = useState("");
   const [files, setFiles] = useState([]);
   const [problem, setProblem] = useState("");
@@ -23,9 +23,9 @@ export function Composer({ kind, kinds, model, running, begun, onKind, onSend, o
   const ready = isSpeech ? sent.length > 0 : text.trim() || sent.length > 0;
   const focus = () => field.current?.focus({ preventScroll: true });
   useEffect(() => {
-    // On a screen that is touched, the keyboard would cover the page.
-    if (matchMedia("(hover: hover)").matches && (document.activeElement === document.body || !document.activeElement)) focus();
-  }, []);
+    // On a screen that is touched, the keyboard would cover the page; who chooses a kind of request stays there.
+    if (isNew && matchMedia("(hover: hover)").matches && document.activeElement?.tagName !== "SELECT") focus();
+  }, [isNew, conversation]);
   useLayoutEffect(() => {
     if (!begun) return;
     setText(begun.text);
@@ -78,7 +78,7 @@ export function Composer({ kind, kinds, model, running, begun, onKind, onSend, o
     add([...event.target.files]);
     event.target.value = "";
   };
-  return html`<form class=${names("composer", isOver && "over")} onPaste=${onPaste} onSubmit=${(event) => (event.preventDefault(), send())}>
+  return html`<form class=${names("composer", isOver && "dropping")} onPaste=${onPaste} onSubmit=${(event) => (event.preventDefault(), send())}>
     ${problem && html`<p class="note error" role="alert">${problem}</p>`}
     <div class="composer-box">
       <${Files} files=${sent} onRemove=${(file) => setFiles(files.filter((one) => one !== file))} />

@@ -1,6 +1,6 @@
 // One request for answers: they grow as their parts arrive. Only the elements that show them are drawn again meanwhile.
 
-import { useEffect, useReducer } from "./dom.js";
+import { useLayoutEffect, useReducer } from "./dom.js";
 import { request, events, lost } from "./api.js";
 import { payloadOf, routeOf } from "./requests.js";
 
@@ -20,16 +20,21 @@ export function setGrowing(id, answer) {
 /** An answer as it is now. */
 export function useGrowing(node) {
   const [, redraw] = useReducer((n) => n + 1, 0);
-  useEffect(() => {
+  const shown = growing.get(node.id);
+  useLayoutEffect(() => {
     const all = watchers.get(node.id) ?? new Set();
     watchers.set(node.id, all.add(redraw));
+    if (growing.get(node.id) !== shown) redraw(); // it has grown since
     return () => {
       all.delete(redraw);
       if (!all.size) watchers.delete(node.id);
     };
   }, [node.id]);
-  return growing.get(node.id) ?? node;
+  return shown ?? node;
 }
+
+/** A conversation with its growing answers as far as they are: what remains of it if the page is closed now. */
+export const asFarAsItIs = (conversation) => ({ ...conversation, nodes: conversation.nodes.map((node) => (growing.has(node.id) ? { ...node, ...growing.get(node.id), running: false, finish: "stopped", continues: true } : node)) });
 
 /** An answer with what was generated after it. */
 export const joined = (begun, more) => ({ ...more, text: begun.text + more.text, thoughts: begun.thoughts + more.thoughts, tokens: [...(begun.tokens ?? []), ...more.tokens] });

@@ -2,6 +2,7 @@
 
 import { download, html, names, useEffect, useMemo, useRef, useState } from "./dom.js";
 import { contains, deleteConversation, exported, imported, loadConversations, MOST, newId, onOtherTabs, saveConversations, titleOf } from "./conversations.js";
+import { asFarAsItIs } from "./generation.js";
 import { keepFiles, megabytes, MOST_KEPT } from "./files.js";
 import { focusNow, Icon, IconButton, Menu } from "./widgets.js";
 
@@ -16,7 +17,8 @@ export function useHistory(current, runs) {
   useEffect(() => onOtherTabs(() => setList(loadConversations())), []);
   const save = useRef();
   save.current = () => {
-    const { kept, left } = saveConversations(current.nodes.length ? [current, ...list.filter((one) => one.id !== current.id)] : list);
+    const all = current.nodes.length ? [current, ...list.filter((one) => one.id !== current.id)] : list;
+    const { kept, left } = saveConversations(all.map(asFarAsItIs));
     setLeft(left);
     // Of those that are not open, the browser's storage has what the list needs.
     keepFiles(kept).then((names) => names.join() !== dropped.join() && setDropped(names));
@@ -113,7 +115,7 @@ function Entry({ one, isCurrent, isRunning, onOpen, onRename, onRemove, onExport
     return html`<li class="asked-delete"><span class="cut">Delete “${title}”?</span><button type="button" class="button small danger" ref=${focusNow} onClick=${() => onRemove(one)}>Delete</button><${IconButton} icon="close" label="Keep it" small=${true} onClick=${() => setAsked(false)} /></li>`;
   }
   return html`<li class=${names(isCurrent && "chosen")}>
-    <button type="button" class="open cut" aria-current=${isCurrent ? "true" : undefined} title=${title} onClick=${() => onOpen(one)}>${title}${isRunning && html`<span class="dot"><span class="hidden">, being answered</span></span>`}</button>
+    <button type="button" class="open cut" aria-current=${isCurrent ? "true" : undefined} title=${title} onClick=${() => onOpen(one)}>${title}${isRunning && html`<span class="running-dot"><span class="hidden">, being answered</span></span>`}</button>
     <${Menu} label=${`Actions for ${title}`} actions=${[
       { icon: "edit", label: "Rename", act: () => setName(title) },
       { icon: "download", label: "Export", act: onExport },

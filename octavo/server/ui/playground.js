@@ -151,7 +151,7 @@ export function Playground({ models, model, onModel, panels, setPanels }) {
         ${history.notice.map((text) => html`<p class="note" role="status">${text}</p>`)}
         ${model && !isServed && current.nodes.length > 0 && html`<p class="note error" role="alert">This model ${kinds.length ? `makes no ${KINDS[current.kind].label.toLowerCase()}` : "does not generate text"}: it can ${model.tasks.join(", ")}.</p>`}
         ${problem && html`<p class="note error" role="alert">${problem}</p>`}
-        ${isServed && html`<${Composer} key=${KINDS[current.kind].takes ?? "text"} kind=${current.kind} kinds=${kinds} model=${model} running=${running} begun=${begun} onKind=${begin} onSend=${send} onStop=${() => runs.get(current.id)?.abort()} />`}
+        ${isServed && html`<${Composer} key=${KINDS[current.kind].takes ?? "text"} conversation=${current.id} isNew=${!current.nodes.length} kind=${current.kind} kinds=${kinds} model=${model} running=${running} begun=${begun} onKind=${begin} onSend=${send} onStop=${() => runs.get(current.id)?.abort()} />`}
       </div>
     </div>
     ${panels.settings && settings && (settingsDocked
@@ -162,7 +162,7 @@ export function Playground({ models, model, onModel, panels, setPanels }) {
 
 function SideDrawer({ onClose, children }) {
   const box = useDialog(onClose);
-  return html`<div class="backdrop" onClick=${onClose}></div><div class="side over" ref=${box} tabindex="-1" role="dialog" aria-modal="true" aria-label="Conversations">${children}</div>`;
+  return html`<div class="backdrop" onClick=${onClose}></div><div class="side covers" ref=${box} tabindex="-1" role="dialog" aria-modal="true" aria-label="Conversations">${children}</div>`;
 }
 
 /** Messages that are drawn at first, and how many more at a time; of long conversations the others wait above. */

@@ -65,7 +65,7 @@ export function Welcome({ kind, model, about, onExample, sample }) {
   return html`<div class="welcome">
     <h2>${TITLES[kind]}</h2>
     <p class="model-facts"><strong>${model.id}</strong>${factsOf(model, about).map((fact) => html`<span class="badge">${fact}</span>`)}</p>
-    ${examples.length > 0 && html`<ul class="examples" aria-label="Examples">${examples.map((one) => {
+    ${examples.length > 0 && html`<ul class="welcome-examples" aria-label="Examples">${examples.map((one) => {
       const example = typeof one === "string" ? { text: one } : one;
       return html`<li><button type="button" class="example" onClick=${() => onExample(example)}><span>${example.text.trim()}</span><${Icon} name=${example.attach ? "attach" : example.tool ? "tool" : "arrow_up"} /></button></li>`;
     })}</ul>`}
