@@ -251,7 +251,12 @@ def train(arguments: argparse.Namespace) -> list[float]:
     head, rows = Head(config, network, target_ids), network.lm_head.weight[target_ids].detach()
     optimizer = torch.optim.AdamW(head.parameters(), lr=_RATE, weight_decay=0.01, betas=(0.9, 0.95))
     begun, waiting, last, number = time.perf_counter(), list[Example](), list[list[float]](), 0
-    while (share := (time.perf_counter() - begun) / (60 * arguments.minutes)) < 1:
+    while True:
+        share = (time.perf_counter() - begun) / (60 * arguments.minutes)
+        if arguments.updates is not None:
+            share = number / arguments.updates
+        if share >= 1:
+            break
         if len(waiting) < _BATCH:
             rng.shuffle(examples)
             # Of about one length, so that little is padded.
@@ -288,6 +293,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, help="of the head")
     parser.add_argument("--model", default=MODEL, help="a Llama: built in, a folder or of the hub")
     parser.add_argument("--minutes", type=float, default=6.0, help="of training, without the answers")
+    parser.add_argument("--updates", type=int, help="of the head, instead of minutes")
     parser.add_argument("--batches", type=_numbers, default=[1, 8], help="of the benchmark whose prompts are answered")
     parser.add_argument("--answers", type=int, default=96, help="to prompts that the benchmark does not have")
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
