@@ -60,7 +60,8 @@ def test_a_token_costs_little_more_than_at_the_knee(
     curve, limit = knee(fixed, each, at, beyond), ConcurrencyLimit(256)
     drive(limit, curve, 500, width=width)
     # A level is half an octave wide, and a line is drawn from one to the next.
-    least = min(per_token(curve, n) for n in range(width, 257, width))
+    lowest = max(FLOOR // width, 1) * width
+    least = min(per_token(curve, n) for n in range(lowest, 257, width))
     reached = max(limit.limit // width, 1) * width
     assert per_token(curve, reached) <= 1.5 * least
     assert FLOOR <= limit.limit <= 256
