@@ -3,7 +3,7 @@
 import { download, html, names, useEffect, useMemo, useRef, useState } from "./dom.js";
 import { contains, deleteConversation, exported, imported, loadConversations, MOST, newId, onOtherTabs, saveConversations, titleOf } from "./conversations.js";
 import { asFarAsItIs } from "./generation.js";
-import { keepFiles, megabytes, MOST_KEPT } from "./files.js";
+import { filesOf, keepFiles, megabytes, MOST_KEPT } from "./files.js";
 import { focusNow, Icon, IconButton, Menu } from "./widgets.js";
 
 /** Milliseconds after a change; while somebody types, saving waits. */
@@ -28,6 +28,11 @@ export function useHistory(current, runs) {
     const timer = setTimeout(() => save.current(), SAVED_AFTER);
     return () => clearTimeout(timer);
   }, [list, current, runs]);
+  // The browser's database is slow: a page that closes right after an answer would lose the question's files.
+  const files = filesOf(current).map((file) => file.id).join();
+  useEffect(() => {
+    if (files) keepFiles([current, ...list.filter((one) => one.id !== current.id)]);
+  }, [files]);
   useEffect(() => {
     const leave = () => save.current();
     addEventListener("pagehide", leave);
