@@ -11,10 +11,12 @@ import resource
 import socket
 import ssl
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import sha256
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -308,6 +310,10 @@ class StartingApp:
         await send({"type": "http.response.body", "body": b""})
 
 
+#: Of the page that browsers see until the model is there.
+_STYLE = "body{font:1rem/1.5 system-ui,sans-serif;max-width:34rem;margin:25vh auto;padding:0 1rem}h1{font-size:1.5rem}"
+
+
 class _Progress(logging.Handler):
     """Keeps the last log line about loading weights; other lines may hold information that API keys protect."""
 
@@ -340,7 +346,9 @@ class _Progress(logging.Handler):
         body = (
             '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="1">'
             '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
-            f"<title>Octavo is starting</title><h1>Octavo is starting</h1><p>{escape(self._message)}</p></html>"
+            f"<title>Octavo is starting</title><style>{_STYLE}</style>"
+            f"<h1>Octavo is starting</h1><p>{escape(self._message)}</p></html>"
         )
-        policy = {"content-security-policy": "default-src 'none'"}
+        digest = b64encode(sha256(_STYLE.encode()).digest()).decode()
+        policy = {"content-security-policy": f"default-src 'none'; style-src 'sha256-{digest}'"}
         return body.encode(), {"content-type": "text/html; charset=utf-8", **policy}
