@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tqdm import tqdm
 
 from octavo import LLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from tests.busy_machine import eventually
@@ -46,8 +47,13 @@ def answers(llm: LLM) -> list[list[list[int]]]:
 
 
 @pytest.fixture
-def python_handler() -> Iterator[None]:
-    """Python's own handler of SIGINT, whatever runs the tests."""
+def python_handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Python's own handler of SIGINT, whatever runs the tests, and no bars whose finalizers an interrupt may fall into.
+
+    Python reports such an interrupt and goes on, and pytest keeps the report with all that its frames refer to.
+    """
+    monkeypatch.delattr(tqdm, "__del__")
+    gc.collect()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     alarm = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     yield
@@ -79,7 +85,6 @@ def test_an_interrupt_at_a_random_moment_leaves_the_engine_as_it_was(
     start = time.perf_counter()
     answers(llm)
     whole, interrupted = time.perf_counter() - start, 0
-    gc.collect()  # an interrupt in the finalizer of what other tests left would be lost
     for moment in range(moments):
         interrupted += was_interrupted(llm, rng.uniform(1e-5, whole))
         check_nothing_held(llm)
