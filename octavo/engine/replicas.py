@@ -117,9 +117,6 @@ class Replicas(ABC, Generic[C]):
         core = replica.core
         core.connect(partial(self._receive, replica), lambda error: self.lose(replica, core, error))
 
-    async def _send_on(self, replica: Replica[C], group_ids: list[int]) -> None:
-        """Moves requests to other cores, where the kind of cores can do that."""
-
     def send_all(self, message: ToCore) -> None:
         for replica in self.all:
             replica.core.send(message)
@@ -137,8 +134,6 @@ class Replicas(ABC, Generic[C]):
         self.requests.observe_admissions(replica, step.outputs.admissions)
         if (stores := step.stats.stores) is not None and stores.fetch_share is not None:
             self.requests.router.observe_fetches(replica.number, stores.fetch_share)
-        if step.outputs.stored and (moved := self.requests.note_stored(replica, step.outputs.stored)):
-            self._run(self._send_on(replica, moved))
         if step.stats.replica != replica.number:  # it was in reserve
             step.stats = msgspec.structs.replace(step.stats, replica=replica.number)
         await self.on_step(step)
@@ -286,7 +281,13 @@ class ProcessReplicas(Replicas["CoreClient"]):
         if replica.status == "drained" and not replica.is_restarting:
             self.open_replica(replica)
 
+    async def _receive(self, replica: Replica[CoreClient], step: StepDone) -> None:
+        if step.outputs.stored and (moving := self.requests.note_stored(replica, step.outputs.stored)):
+            self.start_task(self._send_on(replica, moving))
+        await super()._receive(replica, step)
+
     async def _send_on(self, replica: Replica[CoreClient], group_ids: list[int]) -> None:
+        """Moves requests to other cores, which decode them."""
         try:
             await replica.core.hand_over(group_ids)
         except EngineDeadError:  # ``lose`` has moved its requests

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.core.dtypes import DType
+from octavo.core.errors import UnsupportedModelError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Array, LayerCache
@@ -171,7 +172,10 @@ class MTPModel(DraftHead):
 
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> ModelConfig:
-        raise NotImplementedError("made by mtp_config")
+        raise UnsupportedModelError(
+            f"{reader.file}: {architecture} is no model of its own: layers for multi-token prediction are loaded with "
+            "the model whose checkpoint has them"
+        )
 
     def position_bytes(self) -> int:
         return self._layers.position_bytes()

@@ -395,15 +395,16 @@ class ModelSet:
     async def _start_engine(self, slot: Slot, options: EngineConfig) -> ServerState:
         """Starts an engine; again, as often as ``engine_restarts``, if its process is killed from outside meanwhile."""
         slot.progress = "starting"
-        for left in reversed(range(options.engine_restarts + 1)):
+        tries = 1 + options.engine_restarts
+        while True:
             try:
                 with self._lines.shown_in(slot):
                     return await self._start(slot, options)
             except EngineKilledError as e:
-                if not left or not slot.users or self.closing:
+                tries -= 1
+                if not tries or not slot.users or self.closing:
                     raise
                 logger.warning("model %s: %s while it was loaded; it is started again", slot.name, e)
-        raise AssertionError("the last try returns or raises")
 
     def _fail(self, slot: Slot, error: Exception) -> None:
         if not isinstance(error, OctavoError):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo.config.engine_config import make_config
 from octavo.core.dtypes import DType
-from octavo.core.errors import ConfigError, WeightError
+from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
 from octavo.kernels.weight_rows import to_values
 from octavo.loader.gguf_file import GGUFCheckpoint
 from octavo.loader.mtp import find_mtp, require_mtp
@@ -112,3 +112,10 @@ def test_a_gguf_file_beside_recurrent_states(tmp_path: Path) -> None:
     assert wanted.keys() == got.keys() and len(got) > 10
     for key, value in wanted.items():
         np.testing.assert_allclose(got[key], value, rtol=2e-7, atol=3e-7, err_msg=key)
+
+
+def test_the_layers_alone_are_no_model(tmp_path: Path) -> None:
+    save_mtp("deepseek", tmp_path)
+    edit_config(tmp_path, architectures=["MTPModel"])
+    with pytest.raises(UnsupportedModelError, match="'MTPModel' is not supported"):
+        read_model_config(tmp_path)

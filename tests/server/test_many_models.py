@@ -382,11 +382,12 @@ async def test_random_requests_are_all_answered_within_the_memory(seed: int) -> 
         for _ in range(25):
             name = randoms.choice("abcde")
             async with fakes.set.lease(await fakes.set.find(name)) as service:
+                engine: Any = service
                 for _ in range(randoms.randrange(4)):
                     fakes.now += 1
                     await asyncio.sleep(0)
-                assert service.calls.count("sleep 1") == service.calls.count("wake up")  # type: ignore[attr-defined]
-                assert not service.is_shut_down  # type: ignore[attr-defined]
+                assert engine.calls.count("sleep 1") == engine.calls.count("wake up")
+                assert not engine.is_shut_down
             answered[name] += 1
 
     async with asyncio.timeout(30):
@@ -540,8 +541,9 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def many(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server of four models, in memory for two of them."""
     path = tmp_path_factory.mktemp("many-models") / "models.yaml"
-    entries = [{"source": str(folder / name), "name": name} for name in ("a", "b", "vectors", "damaged")]
-    entries[0]["aliases"] = ["gpt"]  # type: ignore[assignment]
+    names = ("a", "b", "vectors", "damaged")
+    entries: list[dict[str, Any]] = [{"source": str(folder / name), "name": name} for name in names]
+    entries[0]["aliases"] = ["gpt"]
     path.write_text(json.dumps(entries))
     flags = ("--max-loaded", "2", "--num-threads", "1", "--status-interval", "0",
              "--kv-cache-memory-bytes", "4MiB", "--enable-admin-routes")  # fmt: skip

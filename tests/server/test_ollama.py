@@ -301,11 +301,11 @@ class _Chat:
                 raise self._error
 
 
-def _pending(chat: _Chat) -> _PendingChat:
+def _pending(chat: Any) -> _PendingChat:
     body = ChatRequest.model_validate({"model": "m"})
     generation: Any = SimpleNamespace(prompt_tokens=2, completion_tokens=4, prompts=[{"prompt_token_ids": [1, 2]}])
     model: Any = SimpleNamespace(load_duration=7)
-    return _PendingChat(body, model, 0.0, generation, chat)  # type: ignore[arg-type]
+    return _PendingChat(body, model, 0.0, generation, chat)
 
 
 def test_while_the_model_loads_the_error_is_a_text() -> None:
