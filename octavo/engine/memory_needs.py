@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.config.engine_config import EngineConfig
+from octavo.core.model_config import ModelConfig
 
 #: Bytes of an engine's process beside weights, steps and caches: Python, its modules, the kernels.
 PROCESS_BYTES = 96 << 20
@@ -95,6 +96,7 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
             weights += size_bytes(*network.tower.weights())
     else:
         weights = weight_bytes(network, maps_tables=backend == "cpu")
+    weights += _draft_bytes(options, config, folder, backend, dtype)
     groups = [
         GroupShape(
             len(group.layers) * (group.spec.bytes_per_token * options.block_size + group.spec.bytes_per_state),
@@ -129,6 +131,26 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
     parts = (weights, workers * step, workers * cache + swap, (workers + (workers > 1)) * PROCESS_BYTES)
     need = MemoryNeed(*(copies * part for part in parts))
     return SizedModel(options, need, model_tasks(config, options.task), context)
+
+
+def _draft_bytes(options: EngineConfig, config: ModelConfig, folder: Path, backend: str, dtype: str) -> int:
+    """Of the weights of a drafter beside the model: a draft model, a head, or layers of the model's own checkpoint."""
+    from octavo.loader.mtp import with_own_drafts
+    from octavo.loader.resolve import gguf_source, weight_quantization
+    from octavo.models.network import build_without_weights, weight_bytes
+
+    options = with_own_drafts(options, config, folder, on_cpu=backend == "cpu")
+    if options.speculative_config is None or not options.speculative_config.drafts_on_workers:
+        return 0
+    from octavo.runner.drafters import find_draft_source
+
+    source = find_draft_source(options, config, folder)
+    assert source is not None
+    gguf = gguf_source(source.options.model, source.options.revision)
+    form = weight_quantization(source.options, backend, source.config.quantization, is_gguf=gguf is not None)
+    if form == "gguf" and gguf is not None:
+        return gguf_bytes(gguf) if source.options.model != options.model else 0  # else counted with the model
+    return weight_bytes(build_without_weights(source.config, dtype, form))
 
 
 def gguf_bytes(gguf: Path) -> int:

@@ -65,9 +65,10 @@ def with_own_drafts(options: EngineConfig, config: ModelConfig, folder: Path, *,
         or (found := find_mtp(folder, config, gguf_source(options.model, options.revision))) is None
     ):
         return options
-    specs = build_without_weights(config, "float32").kv_specs
-    if not on_cpu and options.kernels != "reference" and any(spec.kind == "state" for spec in specs):
-        return options
+    if not on_cpu and options.kernels != "reference":
+        specs = build_without_weights(config, "float32").kv_specs
+        if any(spec.kind == "state" for spec in specs):
+            return options
     try:
         check_headers(folder, found, gguf_source(options.model, options.revision))
     except (WeightError, UnsupportedModelError) as e:

@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from octavo.config.engine_config import make_config
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
+from octavo.engine.memory_needs import size_model
 from octavo.kernels.weight_rows import to_values
 from octavo.loader.gguf_file import GGUFCheckpoint
 from octavo.loader.mtp import find_mtp, require_mtp
 from octavo.loader.weights import check_headers, read_safetensors
 from octavo.models.checkpoint import Pairs
 from octavo.models.config_files import read_model_config
-from octavo.models.network import build_without_weights
+from octavo.models.network import build_without_weights, weight_bytes
 from tests.loader import test_gguf_architectures as files
 from tests.loader.conftest import write_folder
 from tests.models.mtp_models import save_mtp
@@ -119,3 +120,15 @@ def test_the_layers_alone_are_no_model(tmp_path: Path) -> None:
     edit_config(tmp_path, architectures=["MTPModel"])
     with pytest.raises(UnsupportedModelError, match="'MTPModel' is not supported"):
         read_model_config(tmp_path)
+
+
+def test_the_memory_of_a_model_counts_them(tmp_path: Path) -> None:
+    save_mtp("deepseek", tmp_path)
+    config, options = read_model_config(tmp_path), make_config(model=str(tmp_path), device="cpu", kernels="cpu")
+    found = find_mtp(tmp_path, config, None)
+    assert found is not None
+    alone = size_model(
+        make_config(model=str(tmp_path), device="cpu", kernels="cpu", speculative_config="none"), 1 << 30
+    )
+    more = size_model(options, 1 << 30).need.weights - alone.need.weights
+    assert more == weight_bytes(build_without_weights(found, config.checkpoint_dtype)) > 0
