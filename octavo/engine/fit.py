@@ -25,6 +25,7 @@ from octavo.kernels.interface import Kernels
 from octavo.layers.layer import Weight
 from octavo.loader.files import readable_size
 from octavo.loader.resolve import weight_quantization
+from octavo.models.mtp import FORMATS
 from octavo.models.network import Network, attended_specs, build_without_weights
 from octavo.runner.memory import activation_bytes, memory_limits
 
@@ -174,6 +175,8 @@ class Fit:
             chosen["quantization"] = choice.quantization
         if choice.kv_cache_dtype != given.kv_cache_dtype:
             chosen["kv_cache_dtype"] = choice.kv_cache_dtype
+        if given.speculative_config is None and self.config.architecture in FORMATS:
+            chosen["speculative_config"] = "none"  # layers for multi-token prediction are not counted
         chosen |= {"max_model_len": choice.max_model_len, "max_num_seqs": choice.max_num_seqs}
         if choice.kv_cache_bytes and self._device == "cpu":
             chosen["kv_cache_memory_bytes"] = choice.kv_cache_bytes
