@@ -21,7 +21,7 @@ from octavo.models.checkpoint import CheckpointEntry, Rename
 from octavo.models.config_files import ConfigReader, read_activation
 from octavo.models.network import Tower, TowerConfig, TowerInput
 from octavo.models.vision import (
-    VIT_NAMES,
+    TOWER_NAMES,
     Projector,
     VisionLanguageModel,
     VisionTransformer,
@@ -62,9 +62,7 @@ class Lfm2VlTowerConfig(TowerConfig):
     @property
     def names(self) -> tuple[CheckpointEntry, ...]:
         return (
-            Rename(r"^(model\.)?vision_tower\.(vision_model\.)?", "tower.vision."),
-            Rename(r"^(model\.)?multi_modal_projector\.", "tower.projector."),
-            *VIT_NAMES,
+            *TOWER_NAMES,
             Rename(r"^tower\.vision\.positions\.weight$", "tower.vision.patches.positions"),
         )
 

@@ -17,13 +17,13 @@ from octavo.core.request import ImageInput
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Activation, Array, LayerCache
 from octavo.layers.layer import LayerContext
-from octavo.models.checkpoint import CheckpointEntry, Rename
+from octavo.models.checkpoint import CheckpointEntry
 from octavo.models.config_files import ConfigReader, read_activation
 from octavo.models.network import Tower, TowerConfig, TowerInput
 from octavo.models.pixtral import read_pixtral_tower
 from octavo.models.vision import (
     LLAMAS,
-    VIT_NAMES,
+    TOWER_NAMES,
     Projector,
     VisionLanguageModel,
     VisionTransformer,
@@ -61,11 +61,7 @@ class LlavaTowerConfig(TowerConfig):
 
     @property
     def names(self) -> tuple[CheckpointEntry, ...]:
-        return (
-            Rename(r"^(model\.)?vision_tower\.(vision_model\.)?", "tower.vision."),
-            Rename(r"^(model\.)?multi_modal_projector\.", "tower.projector."),
-            *VIT_NAMES,
-        )
+        return TOWER_NAMES
 
 
 TowerT = TypeVar("TowerT", bound=LlavaTowerConfig)

@@ -154,6 +154,13 @@ VIT_NAMES: tuple[CheckpointEntry, ...] = (
     Rename(r"^(tower\.vision\.layers\.\d+)\.layer_norm2\.", r"\1.mlp_norm."),
 )
 
+#: Beside a projector, as LLaVA and many after it name both.
+TOWER_NAMES: tuple[CheckpointEntry, ...] = (
+    Rename(r"^(model\.)?vision_tower\.(vision_model\.)?", "tower.vision."),
+    Rename(r"^(model\.)?multi_modal_projector\.", "tower.projector."),
+    *VIT_NAMES,
+)
+
 
 class PatchEmbedding(Layer):
     """A convolution with its own size as stride: a product with the numbers of each patch."""
