@@ -737,6 +737,7 @@ def test_operators_name_a_loaded_model(many: Running) -> None:
 
 def test_the_engines_end_with_the_server(many: Running) -> None:
     """The last test of this server."""
+    answer_of(many, "a")
     with many.http() as http, http.stream("GET", "/engine/events") as events:
         assert events.status_code == 200
     assert many.stop() == 0
