@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,6 +65,7 @@ def test_a_prefix_is_held_for_a_time_and_not_pinned(clean: LLM) -> None:
     evict_all(clean)
     assert clean.generate([QUESTIONS[0]], PARAMS, use_tqdm=False)[0].metrics.num_cached_tokens == 0
     assert clean.add_shared_prefix(SYSTEM, ttl=0.001)
+    time.sleep(0.005)
     kept = clean.add_shared_prefix("x" * 95, ttl=60.0)
     with pytest.raises(ConfigError, match=r"cache_hold_share=0\.5"):
         clean.add_shared_prefix("y" * 95, ttl=60.0)
