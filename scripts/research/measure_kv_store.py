@@ -1,7 +1,7 @@
 """What KV stores bring and cost: first tokens of a long prompt, throughput, and what a second engine finds.
 
     .venv/bin/python scripts/research/measure_kv_store.py                          # smollm2-135m, 8,000 tokens
-    .venv/bin/python scripts/research/measure_kv_store.py llama-1b-shape --load-format dummy --prompt 20000
+    .venv/bin/python scripts/research/measure_kv_store.py llama-3.2-1b-shape --load-format dummy --prompt 20000
     .venv/bin/python scripts/research/measure_kv_store.py --parts first,throughput,second --rounds 5
 
 - first: seconds to the first token of a prompt that is computed; that is in memory; and that an engine finds on disk
@@ -78,7 +78,7 @@ class Measurement:
 
 async def first_token(llm: AsyncLLM, name: str, prompt: list[int]) -> tuple[float, Bits]:
     """Seconds to the first token; and all tokens with their logprobs."""
-    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, logprobs=0)
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=0)
     start = time.perf_counter()
     seconds, bits = 0.0, Bits()
     async for output in await llm.submit(name, {"prompt_token_ids": prompt}, params):
@@ -134,7 +134,7 @@ def measure_first(m: Measurement) -> Rows:
 def measure_throughput(m: Measurement) -> Rows:
     """Rows of output tokens a second."""
     names = "no store", "a disk without hits"
-    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
 
     async def work(number: int, with_disk: bool) -> float:
         with tempfile.TemporaryDirectory(prefix="kv-store-") as folder:
