@@ -45,11 +45,12 @@ class Tape {
       entries_.push_back({std::move(op), rows});
   }
   size_t size() const { return entries_.size(); }
-  void run(const Step& step) const {
+  // `sampled`: what operations over the sampled rows see, if these are sequences of their own.
+  void run(const Step& step, const Step* sampled) const {
     nb::gil_scoped_release release;
     const auto mode = DenormalMode::flushed();
     ThreadPool::Busy busy;
-    const Step steps[] = {step, step.over(Rows::sampled), step.over(Rows::encoder)};
+    const Step steps[] = {step, sampled == nullptr ? step.over(Rows::sampled) : *sampled, step.over(Rows::encoder)};
     // With few rows the memory has nothing to do between products, so threads that wait fetch the next one's weights.
     const bool few = step.tokens <= kFewRows && ThreadPool::instance().size() > 1;
     if (!few) fetch_for(entries_.end(), steps);
@@ -232,7 +233,7 @@ void bind_tape(nb::module_& m) {
   nb::class_<Tape>(m, "Tape")
       .def(nb::init<>())
       .def("append", &Tape::append, "op"_a, "rows"_a = Rows::tokens)
-      .def("run", &Tape::run)
+      .def("run", &Tape::run, "step"_a, "sampled"_a.none() = nb::none())
       .def("run_for", &Tape::run_for, "step"_a, "op"_a, "row"_a, "seconds"_a)
       .def("__len__", &Tape::size);
   nb::class_<Communicator>(m, "Communicator")

@@ -116,6 +116,9 @@ class ForwardBatch:
     has_adapters: bool = False
     #: Whether a token sees later ones; if not, ``sees_until`` is not read.
     has_spans: bool = False
+    #: The sampled rows alone, for layers that write no cache (``Network.query_only_from``); its ``sampled_rows`` are
+    #: those of this batch. None: all layers compute all rows.
+    sampled_only: ForwardBatch | None = None
 
     @classmethod
     def of(cls, arrays: Sequence[Array], **facts: Any) -> ForwardBatch:
@@ -138,7 +141,7 @@ ARRAYS: tuple[ArraySpec, ...] = tuple(
 class ForwardOutput(NamedTuple):
     """The outputs of the network."""
 
-    #: Hidden states [T, E] after the final norm.
+    #: Hidden states [T, E] after the final norm; [N, E] with ``ForwardBatch.sampled_only``.
     hidden: Array
     #: float32 [N, vocab] of the sampled rows; None without a head.
     logits: Array | None = None

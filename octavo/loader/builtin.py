@@ -403,6 +403,15 @@ def _gemma3(
     return _decoder("Gemma3ForCausalLM", 262144, width, inner, layers, heads, context, (2, 1), **others)
 
 
+def _gemma4_e2b() -> dict[str, Any]:
+    """The text model: every fifth layer attends to all tokens, and the last 20 read caches of layers before them."""
+    kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 7
+    others: dict[str, Any] = {"sliding_window": 512, "layer_types": kinds, "head_dim": 256, "global_head_dim": 512}
+    others |= {"num_kv_shared_layers": 20, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0}
+    others |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+    return _decoder("Gemma4ForCausalLM", 262144, 1536, 6144, len(kinds), (8, 1), 131072, (2, 1), **others)
+
+
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
     others: dict[str, Any] = {"head_dim": 64, "attention_bias": True, "sliding_window": 128, "hidden_act": "silu"}
@@ -439,6 +448,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma-3-12b-shape": _gemma3(
         1024, 3840, 15360, 48, (16, 8), 131072, rope_scaling={"rope_type": "linear", "factor": 8.0}
     ),
+    "gemma-4-e2b-shape": _gemma4_e2b(),
 }
 
 

@@ -301,6 +301,7 @@ class Gemma4ForCausalLM(Decoder):
             shared = "|".join(str(layer) for layer in range(own, config.num_layers))
             unused = Drop(rf"\.layers\.({shared})\.self_attn\.[kv]_(proj|norm)\.")
             self.checkpoint_map = (*self.checkpoint_map, unused)
+            self.query_only_from = own
 
     def make_layer(self, index: int, config: Gemma4Config, context: LayerContext) -> Gemma4Layer:
         return Gemma4Layer(index, config, context, self.rotary_table(config.of_layer(index), context))
@@ -317,6 +318,12 @@ class Gemma4ForCausalLM(Decoder):
         caches = iter([kv_caches[cache] for cache in self.cache_of_layer.values()])
         for index, layer in zip(self._stage, self.layers, strict=True):
             assert isinstance(layer, Gemma4Layer)
+            if index == self.query_only_from and (sampled_only := batch.sampled_only) is not None:
+                residual = self.kernels.take_sampled(residual, batch)
+                if inputs is not None:
+                    inputs = self.kernels.take_sampled(inputs, batch)
+                batch = sampled_only
+                self.kernels.adapters.begin(batch)
             if reader is not None:
                 reader.read(index, residual)
             if inputs is not None:

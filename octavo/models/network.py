@@ -46,6 +46,9 @@ class Network(Layer, ABC):
     #: For each layer of this stage, the index in ``kv_specs`` of the cache that its attention reads: its first own one,
     #: or that of an earlier layer, which computes keys and values for both (shared KV). Others have no entry.
     cache_of_layer: Mapping[int, int] = MappingProxyType({})
+    #: First of the last layers, which have queries only: they read caches of earlier layers and write none. Rows that
+    #: are not sampled may leave there (YOCO, Sun et al. 2024, section 2.2). None: the last layer writes a cache.
+    query_only_from: int | None = None
     #: The KV cache that an encoder's layers share for the tokens of one step. Without a decoder ``kv_specs`` are empty,
     #: and ``forward_layers`` gets this cache for each layer; else ``encode`` gets it.
     workspace: KVSpec | None = None
@@ -171,7 +174,8 @@ class Network(Layer, ABC):
 
         The last stage returns hidden states [T, E] after the final norm, other stages the residual stream for the next.
         ``kv_caches`` has an entry for each of ``kv_specs``. The memory of ``residual`` may be reused. A ``reader`` is
-        shown the stream before each layer and after the last.
+        shown the stream before each layer and after the last. With ``batch.sampled_only`` the result has the sampled
+        rows alone, [N, E].
         """
 
     def logits(self, hidden: Array) -> Array:

@@ -473,6 +473,9 @@ class HeadDrafter(WorkerDrafter):
 
     # --- a step ---
 
+    def reads_hidden(self) -> bool:
+        return True
+
     def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, step: QueuedStep) -> None:
         features = output.hidden if output.features is None else output.features
         rows, starts, ends = inputs.rows, inputs.starts, inputs.ends

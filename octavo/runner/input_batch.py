@@ -369,6 +369,26 @@ class FlatInputs:
     #: Whether the next step's arrays may be these, one token further (``ArraySpec.advance``).
     repeatable: bool = field(default=True, kw_only=True)
 
+    def sampled_only(self) -> FlatInputs:
+        """The sampled rows alone (``ForwardBatch.sampled_only``): each is a sequence with one token."""
+        rows = self.arrays["sampled_rows"]
+        sequence = np.searchsorted(self.arrays["query_start_loc"], rows, side="right") - 1
+        indices = {"T": rows, "S": sequence, "X": sequence}
+        arrays = {}
+        for array in ARRAYS:
+            values = self.arrays[array.name]
+            axis = next((i for i, dim in enumerate(array.dims) if dim in indices), None)
+            if axis is not None and values.shape[axis]:
+                values = np.ascontiguousarray(values.take(indices[array.dims[axis]], axis))
+            arrays[array.name] = values
+        # A row sees the tokens up to its own, as it does among those of its sequence.
+        arrays["seq_lens"] = (arrays["positions"] + 1).astype(np.int32)
+        arrays["num_drafts"] = np.zeros(len(rows), np.int32)
+        arrays["query_start_loc"] = np.arange(len(rows) + 1, dtype=np.int32)
+        return FlatInputs(
+            arrays, len(rows), self.max_seq_len, True, has_adapters=self.has_adapters, has_spans=self.has_spans
+        )
+
 
 @dataclass(slots=True)
 class StepInputs(FlatInputs):

@@ -303,7 +303,8 @@ class LoadedModel:
             return ForwardOutput(kernels.host_call(ranks.outgoing.send, hidden))
         if not self.generates:
             return ForwardOutput(hidden)
-        logits = network.logits(kernels.take_sampled(hidden, batch))
+        sampled = hidden if batch.sampled_only is not None else kernels.take_sampled(hidden, batch)
+        logits = network.logits(sampled)
         return ForwardOutput(hidden, logits, None if reader is None else reader.features)
 
 

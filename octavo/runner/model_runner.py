@@ -71,6 +71,7 @@ class ModelRunner:
                 for feature in self._features:
                     feature.start(worker)
                 self._forward = self._capture()
+            self._may_leave_rows = self._samples and loaded.generates and loaded.network.query_only_from is not None
             self._weights = WeightSleep(loaded)
 
     def _capture(self) -> Forward:
@@ -137,6 +138,8 @@ class ModelRunner:
             feature.before_step(inputs)
         self._cache.computes_over(inputs.arrays["block_tables"], inputs.arrays["cross_tables"])
         batch = self._device.to_device(inputs, self._pending_tokens(inputs))
+        if self._may_leave_rows and not inputs.all_sampled and not any(f.reads_hidden() for f in self._features):
+            batch.sampled_only = self._device.to_device(inputs.sampled_only(), ())
         # Not earlier: while the device waits for the host or for blocks to arrive, it counts as idle.
         stop_timer = self._device.start_timer()
         output = self._forward(batch)

@@ -69,6 +69,9 @@ class Pooling(RowFeature):
     def forget(self, seq_id: int, row: int) -> None:
         self._held.pop(seq_id, None)
 
+    def reads_hidden(self) -> bool:
+        return bool(self._held)
+
     def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, step: QueuedStep) -> None:
         """Pools the step's hidden states; adds the results of complete prompts to ``step``."""
         if not self._held:

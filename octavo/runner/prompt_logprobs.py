@@ -36,6 +36,9 @@ class PromptLogprobs(RowFeature):
     def forget(self, seq_id: int, row: int) -> None:
         self._counts.pop(seq_id, None)
 
+    def reads_hidden(self) -> bool:
+        return bool(self._counts)
+
     def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, step: QueuedStep) -> None:
         """Queues the logprobs of the prompt tokens that follow the positions computed in this step."""
         if not self._counts:

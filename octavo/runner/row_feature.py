@@ -81,6 +81,10 @@ class RowFeature:
     def before_step(self, inputs: StepInputs) -> None:
         """May change the inputs, or queue work on the device, before the network's forward."""
 
+    def reads_hidden(self) -> bool:
+        """Whether ``after_step`` may read hidden states or features of rows that are not sampled in the next step."""
+        return False
+
     def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, step: QueuedStep) -> None:
         """Called when the network's forward and the sampling are queued; the next step overwrites ``output``.
 

@@ -184,6 +184,7 @@ def test_the_shapes_are_those_of_the_published_models(
         ("mistral-7b-v0.1-shape", 7_241_732_096, {4096: 32}),
         ("gemma-3-270m-shape", 268_098_176, {512: 15, None: 3}),
         ("gemma-3-12b-shape", 11_765_788_416, {1024: 40, None: 8}),
+        ("gemma-4-e2b-shape", 4_628_569_379, {512: 12, None: 3}),
     ],
 )
 def test_shapes_with_windows_are_those_of_the_published_models(

@@ -11,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo import SamplingParams
+from octavo import LLM, SamplingParams
 from octavo.config.kv_spec import KVSpec, group_layers
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError
 from octavo.kernels.reference import ReferenceKernels
 from octavo.layers.layer import LayerContext
+from octavo.loader.adapters import AdapterTargets
 from octavo.loader.weights import load_model
 from octavo.models.config_files import read_model_config
-from octavo.models.gemma4 import Gemma4Config, Gemma4Experts
+from octavo.models.gemma4 import Gemma4Config, Gemma4Experts, Gemma4Layer
 from octavo.models.network import (
     build_rank_without_weights,
     build_without_weights,
@@ -40,6 +41,7 @@ from tests.models.zoo import (
     logits_of,
     prompts_of,
 )
+from tests.runner.plan_worker import make_adapter
 
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
@@ -123,6 +125,45 @@ def test_shared_caches_are_counted_once_swapped_and_found_again(zoo: Zoo) -> Non
     many = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, n=3)
     [forks] = ample.generate(prompts_of(PROMPTS[2:3]), many, use_tqdm=False)
     assert [list(completion.token_ids) for completion in forks.outputs] == [wanted[2][0]] * 3
+
+
+def test_rows_that_are_not_sampled_leave_before_the_layers_without_a_cache(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers have the bits of steps in which all rows pass through all layers, as prompt logprobs need them."""
+    zoo.save(config(**SMALL_MODEL), change=scale_layers)
+    options: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 16, "enable_prefix_caching": False}
+    several = SamplingParams(temperature=0.8, seed=3, max_tokens=OUTPUT, ignore_eos=True, n=3, logprobs=2)
+    company = SamplingParams(temperature=0.0, max_tokens=3 * OUTPUT, ignore_eos=True)
+    whole = SamplingParams(temperature=0.0, max_tokens=3 * OUTPUT, ignore_eos=True, prompt_logprobs=0)
+    rows: list[list[int]] = [[], []]
+    forward = Gemma4Layer.forward
+
+    def counting(layer: Gemma4Layer, residual: Any, *args: Any, **keywords: Any) -> Any:
+        rows[layer.kv_owner is not None].append(residual.shape[0])
+        return forward(layer, residual, *args, **keywords)
+
+    monkeypatch.setattr(Gemma4Layer, "forward", counting)
+
+    def run(llm: LLM, first: SamplingParams, adapter: Any = None) -> list[Any]:
+        params = [first, several, *[PARAMS] * (len(PROMPTS) - 1)]
+        prompts = prompts_of([PROMPTS[0], *PROMPTS])
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[None, adapter] * 2 + [adapter])
+        return [[(c.token_ids, c.logprobs) for c in output.outputs] for output in outputs[1:]]
+
+    reference = zoo.engine(kernels="reference", **options)  # whose steps are not recorded
+    for params, share in ((PARAMS, 0.5), (whole, 1.0)):
+        rows[:] = [], []
+        reference.generate(prompts_of(PROMPTS[-1:]), params, use_tqdm=False)
+        assert sum(rows[True]) / 2 <= share * sum(rows[False]) / 4
+    assert sum(rows[True]) / 2 == sum(rows[False]) / 4
+    llm = zoo.engine(**options, enable_lora=True)
+    fast = run(llm, company)
+    assert run(llm, whole) == fast
+    assert run(zoo.engine(**options, speculative_config={"method": "ngram"}), company) == fast
+    adapter = make_adapter(zoo.folder / "adapter", AdapterTargets(read_model_config(zoo.folder)), 0, rank=4)
+    adapted = [run(llm, params, adapter) for params in (company, whole)]
+    assert adapted[0] == adapted[1] != fast
 
 
 @pytest.mark.parametrize("shape", [SMALL_MODEL, LARGE_MODEL | MIXTURE])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,16 @@ class OpRunner:
         """
         tape, output = self._record(forward, largest, kernels, self.arena)
         last: tuple[ForwardBatch | None, Any, ForwardOutput] = None, None, output
+        #: Of steps with ``sampled_only``, recorded with the first one.
+        other: tuple[Any, ForwardOutput] | None = None
 
         # The default keeps ``forward`` alive, as the tape holds only the addresses of weights.
         def replay(batch: ForwardBatch, forward: Forward = forward) -> ForwardOutput:
-            nonlocal last
+            nonlocal last, other
+            if (sampled_only := batch.sampled_only) is not None:
+                other = other or self._record(forward, largest, kernels, self.arena, sampled_only=True)
+                other[0].run(step_of(batch), step_of(sampled_only))
+                return other[1].first(len(batch.sampled_rows), len(batch.sampled_rows))
             if last[0] is not batch:  # a step that repeats the last one has the same batch, changed in place
                 last = batch, step_of(batch), output.first(len(batch.token_ids), len(batch.sampled_rows))
             tape.run(last[1])
@@ -49,9 +55,11 @@ class OpRunner:
         return PartedTape(*self._record(forward, largest, kernels, arena), arena, forward)
 
     def _record(
-        self, forward: Forward, largest: BatchSize, kernels: ArrayMaker, arena: Arena
+        self, forward: Forward, largest: BatchSize, kernels: ArrayMaker, arena: Arena, *, sampled_only: bool = False
     ) -> tuple[Any, ForwardOutput]:
         self.recording = recording = Recording(cpu.Tape(), arena, padding_batch(largest, kernels))
+        if sampled_only:
+            recording.batch.sampled_only = replace(recording.batch)
         try:
             return recording.tape, forward(recording.batch)
         finally:
