@@ -115,6 +115,11 @@ class TorchKernels(Kernels):
     def scatter_columns(self, x: Tensor, columns: Tensor, width: int) -> Tensor:
         return x.new_full((len(x), width), -torch.inf).index_copy_(1, columns, x)
 
+    def mask_clusters(self, logits: Tensor, scores: Tensor, clusters: Tensor, count: int) -> None:
+        best = scores.topk(count, dim=1).indices
+        masked = torch.ones_like(scores, dtype=torch.bool).scatter_(1, best, False)
+        logits.masked_fill_(masked.index_select(1, clusters), -torch.inf)
+
     def as_token_ids(self, tokens: Any) -> Tensor:
         return torch.as_tensor(tokens).to(self.device).clamp(min=0)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 import numpy as np
 
@@ -46,6 +46,8 @@ class Network(Layer, ABC):
     #: For each layer of this stage, the index in ``kv_specs`` of the cache that its attention reads: its first own one,
     #: or that of an earlier layer, which computes keys and values for both (shared KV). Others have no entry.
     cache_of_layer: Mapping[int, int] = MappingProxyType({})
+    #: How many positions further than its own a token is rotated.
+    first_rotation: ClassVar[int] = 0
     #: The KV cache that an encoder's layers share for the tokens of one step. Without a decoder ``kv_specs`` are empty,
     #: and ``forward_layers`` gets this cache for each layer; else ``encode`` gets it.
     workspace: KVSpec | None = None
@@ -96,7 +98,7 @@ class Network(Layer, ABC):
         for rotated, table in self._rotary_tables:
             if rotated == config:
                 return table
-        table = RotaryTable(config, context.kernels, context.positions)
+        table = RotaryTable(config, context.kernels, context.positions, first=self.first_rotation)
         self._rotary_tables.append((config, table))
         return table
 

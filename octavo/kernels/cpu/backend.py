@@ -120,6 +120,13 @@ class CpuKernels(Kernels):
         out[:, columns.numpy()] = x.numpy()
         return CpuArray.over(out)
 
+    def mask_clusters(self, logits: CpuArray, scores: CpuArray, clusters: CpuArray, count: int) -> None:
+        values = scores.numpy()
+        best = np.argpartition(values, values.shape[1] - count, axis=1)[:, values.shape[1] - count :]
+        masked = np.ones(values.shape, bool)
+        np.put_along_axis(masked, best, False, axis=1)
+        np.copyto(logits.numpy(), -np.inf, where=masked[:, clusters.numpy()])
+
     def as_token_ids(self, tokens: np.ndarray) -> CpuArray:
         return CpuArray.over(np.maximum(tokens, 0))
 
