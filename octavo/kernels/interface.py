@@ -73,7 +73,7 @@ class ArrayMaker(ABC):
     def mask_clusters(self, logits: Array, scores: Array, clusters: Array, count: int) -> None:
         """Sets logits, float32 [n, V], to -inf outside of each row's ``count`` clusters of the best scores.
 
-        ``scores``: of the clusters, float32 [n, C]. ``clusters``: that of each column, int64 [V].
+        ``scores``: of the clusters, float32 [n, C]. ``clusters``: the columns of each, int64 [C, V / C].
         """
 
     @abstractmethod

@@ -166,7 +166,7 @@ class Gemma4Assistant(PublishedHead):
         self.post_projection = self.attach("post_projection", ReplicatedConcatLinear(context, [width], backbone, False))
         self.head = self.attach("lm_head", ParallelLMHead(context, config.vocab_size, width, None))
         self.centroids: ReplicatedConcatLinear | None = None
-        #: int64 [vocabulary]: the cluster of each token.
+        #: int64 [clusters, tokens of each].
         self._clusters: Array | None = None
         if config.centroids:
             centroids = ReplicatedConcatLinear(context, [width], config.centroids, False)
@@ -241,6 +241,4 @@ class Gemma4Assistant(PublishedHead):
             values = ordered
         if not np.array_equal(np.sort(values), ordered):
             raise WeightError(f"tensor {self.token_map!r} must have each of the {vocab} tokens once")
-        clusters = np.empty(vocab, np.int64)
-        clusters[values] = ordered // (vocab // count)
-        self._clusters = self.kernels.array(clusters)
+        self._clusters = self.kernels.array(values.reshape(count, -1).astype(np.int64))

@@ -28,7 +28,8 @@ from octavo.runner import loaded_model
 from octavo.sampling.sampler import Sampler
 from tests.engine import test_grammars_engine as forms
 from tests.grammar_cases import generate
-from tests.models.gemma4_assistants import KINDS, VOCAB, Reference, save_assisted
+from tests.image_models import picture, save_gemma4
+from tests.models.gemma4_assistants import KINDS, VOCAB, Reference, save_assistant, save_assisted
 from tests.models.zoo import edit_config
 from tests.random_mixes import random_params
 from tests.runner.plan_worker import make_adapter
@@ -393,6 +394,38 @@ def test_random_weights(files: dict[str, tuple[Path, Reference]]) -> None:
     llm = load(folder, load_format="dummy")
     assert all_of(run(llm, PROMPTS, PARAMS)) == wanted
     assert drafted(llm) > 200
+
+
+def test_images(tmp_path: Path) -> None:
+    model = save_gemma4(tmp_path / "model")
+    save_assistant(tmp_path / "assistant", model.config.get_text_config().to_dict() | {"global_head_dim": 32})
+    places = "<image_soft_token>"
+    prompts: list[Any] = [
+        {"prompt": f"{places} and {places}", "multi_modal_data": {"image": [picture(40, 56, 1), picture(90, 31, 2)]}},
+        {"prompt": f"what is it? {places}", "multi_modal_data": {"image": picture(32, 32, 3)}},
+        {"prompt": "no image"},
+    ]
+    options: dict[str, Any] = {"skip_tokenizer_init": False, "max_num_batched_tokens": 24}
+    wanted = all_of(load(tmp_path, None, **options).generate(prompts, PARAMS[:3], use_tqdm=False))
+    llm = load(tmp_path, **options)
+    for _ in range(2):
+        assert all_of(llm.generate(prompts, PARAMS[:3], use_tqdm=False)) == wanted
+    assert drafted(llm) > 100
+
+
+@pytest.mark.parametrize("kind", [SMALL, LARGE])
+def test_with_blocks_of_a_store(
+    files: dict[str, tuple[Path, Reference]], plain: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    """What an engine without an assistant has stored serves one with it, as it has no cache."""
+    stored = {"kv_disk": str(tmp_path / "store"), "kv_disk_bytes": 1 << 24}
+    for drafts in (None, 4):
+        llm = load(files[kind][0], drafts, **stored)
+        outputs = run(llm, PROMPTS, PARAMS)
+        assert all_of(outputs) == plain[kind]
+        assert (sum(output.metrics.num_cached_tokens for output in outputs) > 40) == (drafts is not None)
+        llm.llm_engine.core.shutdown()
+    assert drafted(llm) > 100
 
 
 @pytest.mark.slow

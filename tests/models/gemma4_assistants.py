@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.models.test_gemma4 import LARGE_MODEL, SHAPE, SMALL_MODEL, scale_layers
+from tests.models.test_gemma4 import LARGE_MODEL, SMALL_MODEL, scale_layers
 
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 #: A number of tokens that is divisible into clusters.
 VOCAB = 100
 _TOKENS = {"vocab_size": VOCAB, "max_position_embeddings": 256}
@@ -79,29 +82,37 @@ def save_assisted(kind: str, folder: Path, vocab_size: int = VOCAB, **values: An
     if name == "Gemma4Unified":
         shape.pop("hidden_size_per_layer_input")
     torch.manual_seed(0)
-    text_config = getattr(transformers, f"{name}TextConfig")
-    target = transformers.AutoModelForCausalLM.from_config(text_config(**shape)).eval()
+    target = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}TextConfig")(**shape)).eval()
     _randomise(target)
     scale_layers(target)
     target.save_pretrained(folder / "model")
-    sizes = {field: shape[field] for field in (*_TOKENS, "head_dim", "global_head_dim", "sliding_window")}
-    sizes |= {"num_key_value_heads": SHAPE["num_key_value_heads"], "rope_parameters": shape["rope_parameters"]}
+    assistant = save_assistant(folder / "assistant", shape, name, text, **{**own, **values})
+    return Reference(target, assistant)
+
+
+def save_assistant(
+    folder: Path, shape: Mapping[str, Any], name: str = "Gemma4", text: Mapping[str, Any] = EMPTY, **values: Any
+) -> Any:
+    """Writes an assistant of a model of this ``shape``, and returns transformers'; ``values``: of its config.json."""
+    import transformers
+
+    named = ("vocab_size", "max_position_embeddings", "num_key_value_heads", "head_dim", "global_head_dim")
+    sizes = {field: shape[field] for field in (*named, "sliding_window", "rope_parameters") if field in shape}
     sizes |= {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "num_hidden_layers": len(LAYERS)}
     sizes |= {"layer_types": LAYERS, "num_kv_shared_layers": len(LAYERS), **text}
     if name == "Gemma4":
         sizes |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    text_config = getattr(transformers, f"{name}TextConfig")(**json.loads(json.dumps(sizes)))
     config = getattr(transformers, f"{name}AssistantConfig")(
-        text_config=text_config(**json.loads(json.dumps(sizes))),
-        backbone_hidden_size=SHAPE["hidden_size"],
-        **{**own, **values},
+        text_config=text_config, backbone_hidden_size=shape["hidden_size"], **values
     )
     assistant = getattr(transformers, f"{name}AssistantForCausalLM")(config).eval()
     _randomise(assistant)
     scale_layers(assistant)
     if assistant.masked_embedding is not None:
-        assistant.masked_embedding.token_ordering.copy_(torch.randperm(vocab_size))
-    assistant.save_pretrained(folder / "assistant")
-    return Reference(target, assistant)
+        assistant.masked_embedding.token_ordering.copy_(torch.randperm(config.get_text_config().vocab_size))
+    assistant.save_pretrained(folder)
+    return assistant
 
 
 def _randomise(model: Any) -> None:

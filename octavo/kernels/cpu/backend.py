@@ -121,11 +121,12 @@ class CpuKernels(Kernels):
         return CpuArray.over(out)
 
     def mask_clusters(self, logits: CpuArray, scores: CpuArray, clusters: CpuArray, count: int) -> None:
-        values = scores.numpy()
-        best = np.argpartition(values, values.shape[1] - count, axis=1)[:, values.shape[1] - count :]
-        masked = np.ones(values.shape, bool)
-        np.put_along_axis(masked, best, False, axis=1)
-        np.copyto(logits.numpy(), -np.inf, where=masked[:, clusters.numpy()])
+        values, others = logits.numpy(), len(clusters) - count
+        best = scores.numpy().argpartition(max(0, others - 1), axis=1)[:, others:]
+        columns = clusters.numpy()[best].reshape(len(values), -1)
+        kept = np.take_along_axis(values, columns, axis=1)
+        values.fill(-np.inf)
+        np.put_along_axis(values, columns, kept, axis=1)
 
     def as_token_ids(self, tokens: np.ndarray) -> CpuArray:
         return CpuArray.over(np.maximum(tokens, 0))
