@@ -147,6 +147,29 @@ def save_gemma3(folder: Path) -> Any:
     return _save(folder, Gemma3ForConditionalGeneration(config))
 
 
+def save_gemma4(folder: Path) -> Any:
+    """Gemma 4 as E2B, with up to 16 features of 12 x 12 pixels for an image, and its transformers model."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    vocab = save_tokenizer(folder, "<image_soft_token>")
+    text = _TEXT | {"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": 24}
+    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+    text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": vocab, "use_double_wide_mlp": True}
+    vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3}
+    vision |= {"num_key_value_heads": 3, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 3}
+    config = Gemma4Config(
+        text_config={"model_type": "gemma4_text", **text, "vocab_size": vocab, "pad_token_id": 0},
+        vision_config={"model_type": "gemma4_vision", **vision, "position_embedding_size": 64},
+        image_token_id=SPECIAL.index("<image_soft_token>"),
+        boi_token_id=SPECIAL.index("<start_of_image>"),
+        eoi_token_id=SPECIAL.index("<end_of_image>"),
+        **{"video_token_id": vocab + 1, "audio_token_id": vocab + 2},
+    )
+    settings = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 3}
+    _write(folder, {**settings, "max_soft_tokens": 16, "do_normalize": False})
+    return _save(folder, Gemma4ForConditionalGeneration(config))
+
+
 def save_mistral3(folder: Path) -> Any:
     """Mistral 3 whose images have 1 to 36 features of 8 x 8 pixels, and its transformers model."""
     from transformers import Mistral3Config, Mistral3ForConditionalGeneration

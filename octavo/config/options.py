@@ -680,7 +680,7 @@ class SchedulerOptions(OptionPart):
 
 # Speculative decoding.
 
-#: Methods whose drafts come from a network on the workers, named by ``model``.
+#: Methods whose drafts come from a network on the workers, named by ``model``; ``mtp`` is another, with or without one.
 MODEL_METHODS = ("draft_model", "eagle", "eagle3")
 _FOREIGN_METHODS = ("medusa", "mlp_speculator")
 _OWN_METHODS = ("ngram", "suffix", *MODEL_METHODS, "mtp", "prediction", "none")
@@ -699,8 +699,9 @@ class SpeculativeConfig(OptionPart):
 
     #: ``ngram``: what followed the same tokens earlier in the sequence. ``suffix``: also in recent outputs of other
     #: requests. ``draft_model``: a smaller model with the same vocabulary. ``eagle``, ``eagle3``: a head trained on the
-    #: model's hidden states. ``mtp``: layers for multi-token prediction in the model's checkpoint. ``prediction``: the
-    #: request's predicted output, which the other methods use, too. ``none``: no method, not even the model's own.
+    #: model's hidden states. ``mtp``: layers for multi-token prediction in the model's checkpoint, or with ``model`` an
+    #: assistant of Gemma 4. ``prediction``: the request's predicted output, which the other methods use, too. ``none``:
+    #: no method, not even the model's own.
     method: Literal["ngram", "suffix", "prediction", "draft_model", "eagle", "eagle3", "mtp", "none"]
     #: Maximum draft tokens of a sequence in a step; 7 and the token before them fill a tile of the CPU kernels. Of
     #: ``mtp`` 3.
@@ -711,7 +712,8 @@ class SpeculativeConfig(OptionPart):
     #: Of ``suffix``: maximum tokens of a match, and of the outputs that are kept.
     suffix_decoding_max_tree_depth: int = Field(24, ge=2, le=256)
     suffix_decoding_max_cached_tokens: int = Field(1 << 18, ge=1 << 10, le=1 << 28)
-    #: Of ``draft_model``, ``eagle`` and ``eagle3``, as the option ``model``; ``quantization`` of ``draft_model`` only.
+    #: Of ``draft_model``, ``eagle``, ``eagle3`` and an assistant, as the option ``model``; ``quantization`` of
+    #: ``draft_model`` only.
     model: str | None = None
     quantization: Quantization | None = None
     revision: str | None = None
@@ -780,10 +782,16 @@ def _with_method(fields: dict[str, Any]) -> dict[str, Any]:
         if method != "draft_model" and "quantization" in fields:
             raise ValueError(f"quantization: heads of method {method!r} are not quantised; leave it out")
         return fields
+    if method == "mtp":
+        if "quantization" in fields:
+            raise ValueError("quantization: assistants of method 'mtp' are not quantised; leave it out")
+        if "revision" in fields and not fields.get("model"):
+            raise ValueError("revision: without a model, method 'mtp' drafts with layers of the model's own checkpoint")
+        return {"num_speculative_tokens": MTP_TOKENS, **fields}
     for name in ("model", "quantization", "revision"):
         if name in fields:
             raise ValueError(f"{name} {fields[name]!r}: method {method!r} takes no model; leave it out")
-    return {"num_speculative_tokens": MTP_TOKENS, **fields} if method == "mtp" else fields
+    return fields
 
 
 class SpeculativeOptions(OptionPart):
@@ -794,9 +802,10 @@ class SpeculativeOptions(OptionPart):
         description="Speculative decoding, as a mapping (JSON on the command line). method: ngram (what followed the "
         "same tokens earlier in the request), suffix (also in recent outputs of other requests), draft_model (a "
         "smaller model of the same vocabulary), eagle or eagle3 (a head trained for the model), mtp (layers for "
-        "multi-token prediction that the checkpoint brings), prediction (only the predictions that requests bring, "
-        "which every method uses), or none. model, revision: as the options of these names, for draft_model, eagle and "
-        "eagle3; model alone means draft_model. quantization: as the option, for draft_model. num_speculative_tokens: "
+        "multi-token prediction that the checkpoint brings; with model, an assistant of Gemma 4), prediction (only the "
+        "predictions that requests bring, which every method uses), or none. model, revision: as the options of these "
+        "names, for draft_model, eagle, eagle3 and an assistant; model alone means draft_model, or mtp if it is an "
+        "assistant. quantization: as the option, for draft_model. num_speculative_tokens: "
         "maximum draft tokens of a sequence in a step (7; mtp 3). prompt_lookup_min, prompt_lookup_max: tokens to "
         "match (2, 4). suffix_decoding_max_tree_depth (24), suffix_decoding_max_cached_tokens (262144, 24 bytes each). "
         "adaptive: adapt the draft length to acceptance and cost (true). Answers do not change. Default: mtp if the "

@@ -30,7 +30,6 @@ from octavo.core.errors import (
     EngineDeadError,
     EngineStateError,
     InsufficientMemoryError,
-    ModelNotFoundError,
     SequenceError,
 )
 from octavo.core.model_config import ModelConfig
@@ -55,7 +54,6 @@ from octavo.engine.messages import Abort, Add, Call, Stop, ToCore
 from octavo.executor.executor import Executor, SubmittedStep
 from octavo.executor.uniproc import make_executor, without_clock
 from octavo.kernels import resolve_device
-from octavo.loader.resolve import resolve_model
 from octavo.loader.weights import read_config
 from octavo.memory.block_manager import BlockManager
 from octavo.memory.block_map import block_maps
@@ -461,12 +459,12 @@ class EngineCore(StepLoop):
         limit = options.max_logprobs or 0
         if (limit == -1 or limit > MAX_LOGPROBS_ON_GPU) and device != "cpu":
             raise ConfigError(f"max_logprobs must be in [0, {MAX_LOGPROBS_ON_GPU}] on a GPU, not {limit}")
-        check_draft_model(options, self.model_config, folder)
         named = options
         if options.speculative_config is not None or self.model_config.head == "lm":
             from octavo.loader.mtp import with_own_drafts
 
             options = with_own_drafts(options, self.model_config, folder, on_cpu=device == "cpu")
+        check_draft_model(options, self.model_config, folder)
         if self.model_config.is_encoder:
             options = options.for_encoder(device)
         elif self.model_config.encoder_facts is not None:
@@ -916,13 +914,9 @@ def check_draft_model(options: EngineConfig, config: ModelConfig, folder: Path) 
         return
     # Imported here: the core's process needs no tokenizer otherwise.
     from octavo.engine.tokenizer import NoTokenizer, find_tokenizer
+    from octavo.loader.mtp import drafter_folder
 
-    assert draft.model is not None
-    dummy = options.load_format == "dummy"
-    try:
-        draft_folder = resolve_model(draft.model, revision=draft.revision, weights=not dummy, mmproj="none")
-    except ModelNotFoundError as e:
-        raise ModelNotFoundError(f"speculative_config: {e}") from None
+    draft_folder = drafter_folder(options)
     draft_size = read_model_config(draft_folder, model_impl="octavo").vocab_size
     if draft_folder == folder:
         return

@@ -136,7 +136,7 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
 def _draft_bytes(options: EngineConfig, config: ModelConfig, folder: Path, backend: str, dtype: str) -> int:
     """Of the weights of a drafter beside the model: a draft model, a head, or layers of the model's own checkpoint."""
     from octavo.loader.mtp import with_own_drafts
-    from octavo.loader.resolve import gguf_source, weight_quantization
+    from octavo.loader.resolve import gguf_source
     from octavo.models.network import build_without_weights, weight_bytes
 
     options = with_own_drafts(options, config, folder, on_cpu=backend == "cpu")
@@ -147,7 +147,7 @@ def _draft_bytes(options: EngineConfig, config: ModelConfig, folder: Path, backe
     source = find_draft_source(options, config, folder)
     assert source is not None
     gguf = gguf_source(source.options.model, source.options.revision)
-    form = weight_quantization(source.options, backend, source.config.quantization, is_gguf=gguf is not None)
+    form = source.quantization(backend, is_gguf=gguf is not None)
     if form == "gguf" and gguf is not None:
         return gguf_bytes(gguf) if source.options.model != options.model else 0  # else counted with the model
     return weight_bytes(build_without_weights(source.config, dtype, form))

@@ -70,6 +70,13 @@ class ArrayMaker(ABC):
         """x, float32 [n, m], in the columns int64 [m] of [n, width] that is -inf elsewhere."""
 
     @abstractmethod
+    def mask_clusters(self, logits: Array, scores: Array, clusters: Array, count: int) -> None:
+        """Sets logits, float32 [n, V], to -inf outside of each row's ``count`` clusters of the best scores.
+
+        ``scores``: of the clusters, float32 [n, C]. ``clusters``: the columns of each, int64 [C, V / C].
+        """
+
+    @abstractmethod
     def as_token_ids(self, tokens: Any) -> Array:
         """Tokens of a ``SamplingBackend`` as token ids of a step; negative ones (``NO_TOKEN``) become 0."""
 

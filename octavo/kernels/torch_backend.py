@@ -115,6 +115,11 @@ class TorchKernels(Kernels):
     def scatter_columns(self, x: Tensor, columns: Tensor, width: int) -> Tensor:
         return x.new_full((len(x), width), -torch.inf).index_copy_(1, columns, x)
 
+    def mask_clusters(self, logits: Tensor, scores: Tensor, clusters: Tensor, count: int) -> None:
+        columns = clusters[scores.topk(count, dim=1).indices].flatten(1)
+        kept = logits.gather(1, columns)
+        logits.fill_(-torch.inf).scatter_(1, columns, kept)
+
     def as_token_ids(self, tokens: Any) -> Tensor:
         return torch.as_tensor(tokens).to(self.device).clamp(min=0)
 

@@ -43,14 +43,16 @@ class RotaryRows:
 class RotaryTable(RotaryRows):
     """The table of one configuration on a backend; layers hold it, and it may grow between steps."""
 
-    def __init__(self, config: ModelConfig, kernels: ArrayMaker, positions: int | None = None) -> None:
-        """Has ``positions`` rows at first, by default ``config.max_position``.
+    def __init__(
+        self, config: ModelConfig, kernels: ArrayMaker, positions: int | None = None, *, first: int = 0
+    ) -> None:
+        """Has ``positions`` rows to begin with, by default ``config.max_position``; row 0 is of the position ``first``.
 
         Raises:
             UnsupportedModelError: the rope type is unknown.
             ConfigError: a parameter of the scaling is missing or out of range.
         """
-        self._config, self._kernels = config, kernels
+        self._config, self._kernels, self._first = config, kernels, first
         frequencies, self._factor = _frequencies(config)
         self._frequencies = frequencies
         self.sections = config.rope.sections
@@ -67,16 +69,22 @@ class RotaryTable(RotaryRows):
         if positions <= self._length:
             return
         self._length = positions
-        self.array = self._kernels.array(rotary_values(self._frequencies, positions, self._factor))
+        self.array = self._kernels.array(rotary_values(self._frequencies, positions, self._factor, self._first))
 
 
-def rotary_values(frequencies: NDArray[np.float32], positions: int, factor: float) -> NDArray[np.float32]:
-    """Cosines, then sines, of the angles of positions from 0 on, times the factor: [positions, 2 * frequencies]."""
+def rotary_values(
+    frequencies: NDArray[np.float32], positions: int, factor: float, first: int = 0
+) -> NDArray[np.float32]:
+    """Cosines, then sines, of the angles of ``positions`` positions from ``first`` on, times the factor.
+
+    [positions, 2 * frequencies].
+    """
     half = len(frequencies)
     table = np.empty((positions, 2 * half), np.float32)
     for start in range(0, positions, _PIECE):
         rows = table[start : start + _PIECE]
-        angles = np.outer(np.arange(start, start + len(rows), dtype=np.float32), frequencies).astype(np.float64)
+        places = np.arange(first + start, first + start + len(rows), dtype=np.float32)
+        angles = np.outer(places, frequencies).astype(np.float64)
         rows[:, :half] = np.cos(angles)
         rows[:, half:] = np.sin(angles)
         rows *= np.float32(factor)

@@ -37,6 +37,8 @@ _NAMES: dict[str, tuple[tuple[str, ...], str]] = {
     "mamba_n_groups": (("n_groups",), "ssm.group_count"),
     "mamba_d_state": (("state_size", "ssm_state_size"), "ssm.state_size"),
     "mamba_dt_rank": (("time_step_rank",), "ssm.time_step_rank"),
+    "backbone_hidden_size": ((), ""),
+    "num_centroids": ((), ""),
 }
 _QUERIES, _KEYS = ("num_attention_heads", "head_dim"), ("num_key_value_heads", "head_dim")
 _WIDTH, _INNER = ("hidden_size",), ("intermediate_size",)
@@ -48,6 +50,9 @@ _DIMENSIONS: tuple[tuple[re.Pattern[str], tuple[tuple[str, ...], ...]], ...] = t
     (re.compile(pattern), fields)
     for pattern, fields in (
         (r"\b(embed_tokens|lm_head)\.", (("vocab_size",), _WIDTH)),
+        (r"\bpre_projection\.", (_WIDTH, ())),
+        (r"\bpost_projection\.", (("backbone_hidden_size",), _WIDTH)),
+        (r"\bmasked_embedding\.centroids\.", (("num_centroids",), _WIDTH)),
         (r"\bembed_positions\.", (("max_position_embeddings",), _WIDTH)),
         (r"\bper_layer_input_gate\.", (("hidden_size_per_layer_input",), _WIDTH)),
         (r"\blayers\.\d+\.per_layer_projection\.", (_WIDTH, ("hidden_size_per_layer_input",))),
@@ -160,6 +165,8 @@ class Fields:
             "mamba_n_groups": getattr(scan, "groups", 0),
             "mamba_d_state": getattr(scan, "state_size", 0),
             "mamba_dt_rank": getattr(scan, "dt_rank", 0),
+            "backbone_hidden_size": getattr(config, "backbone_hidden_size", 0),
+            "num_centroids": getattr(config, "centroids", 0),
         }
         return values[field]
 

@@ -1,4 +1,4 @@
-"""Finds the layers for multi-token prediction that a model's own checkpoint brings, and takes them as its drafter."""
+"""Finds what drafts for a model: layers for multi-token prediction in its checkpoint, or a checkpoint of a drafter."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 
 from octavo.config.engine_config import EngineConfig
 from octavo.config.options import MTP_TOKENS, ModelOptions, SpeculativeConfig
-from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
+from octavo.core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.loader.gguf_file import GGUFFile
-from octavo.loader.resolve import gguf_source
+from octavo.loader.resolve import gguf_source, resolve_model
 from octavo.loader.weights import check_headers, read_headers
+from octavo.models.config_files import read_json
 from octavo.models.mtp import FORMATS, MTPConfig, count_modules, mtp_config
 from octavo.models.network import build_without_weights
 
@@ -49,15 +50,41 @@ def require_mtp(folder: Path, config: ModelConfig, options: ModelOptions) -> MTP
     return found
 
 
-def with_own_drafts(options: EngineConfig, config: ModelConfig, folder: Path, *, on_cpu: bool) -> EngineConfig:
-    """The options with ``speculative_config`` resolved: method mtp if none is named and the checkpoint has such layers.
+def drafter_folder(options: EngineConfig) -> Path:
+    """The folder of the model that ``speculative_config`` names, fetched if need be."""
+    speculation = options.speculative_config
+    assert speculation is not None and speculation.model is not None
+    has_weights = options.load_format != "dummy"
+    try:
+        return resolve_model(speculation.model, revision=speculation.revision, weights=has_weights, mmproj="none")
+    except ModelNotFoundError as e:
+        raise ModelNotFoundError(f"speculative_config: {e}") from None
 
-    Not where drafts would have to be of a fixed length (``external_launcher``), with pipeline stages, with random
-    weights, or beside recurrent states on kernels that have no drafts there.
+
+def _is_assistant(folder: Path) -> bool:
+    from octavo.models.gemma4_assistant import is_assistant
+
+    file = folder / "config.json"
+    return file.is_file() and is_assistant(read_json(file))
+
+
+def with_own_drafts(options: EngineConfig, config: ModelConfig, folder: Path, *, on_cpu: bool) -> EngineConfig:
+    """The options with ``speculative_config`` resolved.
+
+    The method is mtp if the draft model is an assistant of Gemma 4. If no method is named it is mtp if the checkpoint
+    has such layers, but not where drafts would have to be of a fixed length (``external_launcher``), with pipeline
+    stages, with random weights, or beside recurrent states on kernels that have no drafts there.
     """
     named = options.speculative_config
     if named is not None:
-        return options.model_copy(update={"speculative_config": None}) if named.method == "none" else options
+        if named.method == "none":
+            return options.model_copy(update={"speculative_config": None})
+        if named.method == "draft_model" and _is_assistant(drafter_folder(options)):
+            drafts = named.model_copy(update={"method": "mtp"})
+            if "num_speculative_tokens" not in named.model_fields_set:
+                drafts = drafts.model_copy(update={"num_speculative_tokens": MTP_TOKENS})
+            return options.model_copy(update={"speculative_config": drafts})
+        return options
     if (
         options.pipeline_parallel_size > 1
         or options.distributed_executor_backend == "external_launcher"

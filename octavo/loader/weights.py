@@ -21,7 +21,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -52,10 +52,14 @@ from octavo.models.checkpoint import (
     without_values,
 )
 from octavo.models.config_files import ConfigReader, read_json, read_model_config
-from octavo.models.eagle import EagleConfig, EagleHead, EagleMethod, fit_to, read_eagle_config
+from octavo.models.draft_head import PublishedHead
+from octavo.models.eagle import EagleConfig, EagleMethod, fit_to, read_eagle_config
 from octavo.models.network import Network, build_rank_without_weights, build_without_weights
 from octavo.models.registry import make_network
 from octavo.process.startup import GIB, LOADING
+
+if TYPE_CHECKING:
+    from octavo.models.gemma4_assistant import AssistantConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -82,8 +86,6 @@ _MAPPED_BYTES = 16 << 20
 #: Bytes of a piece in checks of values.
 _PIECE = 8 << 20
 _BAR_DELAY = 1.0  # seconds
-#: Draft ids to tokens of an EAGLE-3 head: the token of draft id i is i + d2t[i].
-_TOKENS = "d2t"
 logger = logging.getLogger("octavo")
 
 
@@ -730,7 +732,8 @@ def read_dense(folder: Path, dense: DenseConfig) -> DenseWeights:
     return DenseWeights(weights["linear.weight"], weights.get("linear.bias"), weights.get("residual.weight"))
 
 
-# EAGLE heads: config.json and headers are read before the model is loaded, the weights after it
+# Draft heads with a checkpoint of their own: config.json and headers are read before the model is loaded, the weights
+# after it
 
 
 def read_head_config(folder: Path, method: EagleMethod, target: ModelConfig) -> EagleConfig:
@@ -748,22 +751,7 @@ def read_head_config(folder: Path, method: EagleMethod, target: ModelConfig) -> 
         fc_bias="fc.bias" in names,
         own_embedding=method == "eagle3" and ("embed_tokens.weight" in names or config.own_embedding),
     )
-    head = build_without_weights(config, "float32")
-    shapes = head.tensor_shapes()
-    refuse_misfits(folder, config, head.checkpoint_map, shapes)
-    token_map = stored.get(_TOKENS)
-    if token_map is None:
-        if config.draft_vocab_size != config.vocab_size:
-            raise WeightError(
-                f"the checkpoint lacks the tensor {_TOKENS!r}, the tokens that the head drafts: draft_vocab_size "
-                f"({config.draft_vocab_size}) is not vocab_size ({config.vocab_size})"
-            )
-    elif config.method == "eagle":
-        raise ConfigError(f"the checkpoint has the tensor {_TOKENS!r}, which only heads of method 'eagle3' have")
-    elif token_map.dtype != "I64" or token_map.shape != (config.draft_vocab_size,):
-        raise WeightError(
-            f"tensor {_TOKENS!r} is {token_map.dtype} {list(token_map.shape)}, not I64 [{config.draft_vocab_size}]"
-        )
+    _check_head(folder, config, stored)
     return config
 
 
@@ -774,35 +762,49 @@ def read_dummy_config(folder: Path, method: EagleMethod, target: ModelConfig) ->
     return replace(config, own_embedding=config.hidden_size != target.hidden_size)
 
 
-def make_dummy_head(config: EagleConfig, context: LayerContext, seed: int) -> EagleHead:
-    """The head with random weights (see ``dummy_weights``); it drafts the first tokens of the vocabulary."""
+def read_assistant(folder: Path, target: ModelConfig, *, has_weights: bool) -> AssistantConfig:
+    """As ``read_head_config`` of an assistant of Gemma 4; without weights, config.json alone is read."""
+    from octavo.models.gemma4_assistant import read_assistant_config
+
+    file = folder / "config.json"
+    config = read_assistant_config(ConfigReader(read_json(file), file), target)
+    if has_weights:
+        _check_head(folder, config, read_headers(folder))
+    return config
+
+
+def _check_head(folder: Path, config: ModelConfig, stored: Mapping[str, Stored]) -> None:
+    head = build_without_weights(config, "float32")
+    assert isinstance(head, PublishedHead)
+    refuse_misfits(folder, config, head.checkpoint_map, head.tensor_shapes())
+    head.check_token_map(stored.get(head.token_map))
+
+
+def make_dummy_head(config: ModelConfig, context: LayerContext, seed: int) -> PublishedHead:
+    """The head with random weights (see ``dummy_weights``)."""
     head = make_network(config, context)
-    assert isinstance(head, EagleHead)
+    assert isinstance(head, PublishedHead)
     load_weights(head, dummy_weights(head, context.dtype, seed))
-    if config.draft_vocab_size != config.vocab_size:
-        head.target_ids = context.kernels.array(np.arange(config.draft_vocab_size))
+    head.set_token_map(None)
     return head
 
 
-def load_head(folder: Path, config: EagleConfig, context: LayerContext) -> EagleHead:
+def load_head(folder: Path, config: ModelConfig, context: LayerContext) -> PublishedHead:
     """The head in ``folder`` with this rank's share of its weights, of ``context.dtype``."""
     head = make_network(config, context)
-    assert isinstance(head, EagleHead)
+    assert isinstance(head, PublishedHead)
     shapes = head.tensor_shapes()
-    tensors: Pairs = _without_token_map(folder, head, context)
+    tensors: Pairs = _without_token_map(folder, head)
     for entry in head.checkpoint_map:
         tensors = entry.apply(tensors, shapes)
     load_weights(head, tensors)
     return head
 
 
-def _without_token_map(folder: Path, head: EagleHead, context: LayerContext) -> Pairs:
-    """The tensors of the folder except d2t, which becomes ``target_ids``."""
+def _without_token_map(folder: Path, head: PublishedHead) -> Pairs:
+    """The tensors of the folder but for the head's ``token_map``, which it is given."""
     for name, tensor in read_safetensors(folder):
-        if name != _TOKENS:
+        if name == head.token_map:
+            head.set_token_map(tensor)
+        else:
             yield name, tensor
-            continue
-        ids, vocab_size = np.arange(len(tensor)) + tensor, head.config.vocab_size
-        if outside := int(((ids < 0) | (ids >= vocab_size)).sum()):
-            raise WeightError(f"tensor {_TOKENS!r} leads to {outside} tokens outside of the vocabulary of {vocab_size}")
-        head.target_ids = context.kernels.array(ids)

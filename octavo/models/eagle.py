@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from octavo.core.dtypes import DType
-from octavo.core.errors import ConfigError, UnsupportedModelError
+import numpy as np
+
+from octavo.core.dtypes import DType, Stored
+from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
 from octavo.core.model_config import ModelConfig
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Array, AttentionSpec, LayerCache
@@ -22,7 +24,7 @@ from octavo.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from octavo.models.checkpoint import CheckpointEntry, Drop, Rename
 from octavo.models.config_files import ConfigReader, fields_of
 from octavo.models.decoder import PreNormLayer
-from octavo.models.draft_head import DraftHead, FeatureReader
+from octavo.models.draft_head import FeatureReader, PublishedHead
 from octavo.models.llama import LlamaForCausalLM, make_mlp
 from octavo.models.network import ResidualReader
 
@@ -135,11 +137,13 @@ def _refuse_other_heads(method: EagleMethod, reader: ConfigReader) -> None:
 _COMMON: tuple[CheckpointEntry, ...] = (Rename(r"^model\.", ""), Drop(r"rotary_emb\.inv_freq$"), Drop(r"^(d2t|t2d)$"))
 
 
-class EagleHead(DraftHead):
+class EagleHead(PublishedHead):
     """What both kinds share: ``fc``, and perhaps an embedding."""
 
     config: EagleConfig
     method: ClassVar[EagleMethod]
+    #: The token of draft id i is i + d2t[i].
+    token_map = "d2t"
 
     def __init__(self, config: EagleConfig, context: LayerContext) -> None:
         super().__init__(config, context)
@@ -153,6 +157,34 @@ class EagleHead(DraftHead):
     @classmethod
     def read_config(cls, architecture: str, reader: ConfigReader) -> EagleConfig:
         return read_eagle_config(cls.method, reader)
+
+    def check_token_map(self, stored: Stored | None) -> None:
+        config, name = self.config, self.token_map
+        if stored is None:
+            if config.draft_vocab_size != config.vocab_size:
+                raise WeightError(
+                    f"the checkpoint lacks the tensor {name!r}, the tokens that the head drafts: draft_vocab_size "
+                    f"({config.draft_vocab_size}) is not vocab_size ({config.vocab_size})"
+                )
+        elif config.method == "eagle":
+            raise ConfigError(f"the checkpoint has the tensor {name!r}, which only heads of method 'eagle3' have")
+        elif stored.dtype != "I64" or stored.shape != (config.draft_vocab_size,):
+            raise WeightError(
+                f"tensor {name!r} is {stored.dtype} {list(stored.shape)}, not I64 [{config.draft_vocab_size}]"
+            )
+
+    def set_token_map(self, values: np.ndarray | None) -> None:
+        drafts, vocab_size = self.config.draft_vocab_size, self.config.vocab_size
+        if values is None:
+            if drafts == vocab_size:
+                return
+            values = np.zeros(drafts, np.int64)
+        ids = np.arange(drafts) + values
+        if outside := int(((ids < 0) | (ids >= vocab_size)).sum()):
+            raise WeightError(
+                f"tensor {self.token_map!r} leads to {outside} tokens outside of the vocabulary of {vocab_size}"
+            )
+        self.target_ids = self.kernels.array(ids)
 
     def embed(self, token_ids: Array) -> Array:
         if self.embed_tokens is not None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 import numpy as np
 
@@ -49,6 +49,8 @@ class Network(Layer, ABC):
     #: First of the last layers, which have queries only: they read caches of earlier layers and write none. Rows that
     #: are not sampled may leave there (YOCO, Sun et al. 2024, section 2.2). None: the last layer writes a cache.
     query_only_from: int | None = None
+    #: How many positions further than its own a token is rotated.
+    first_rotation: ClassVar[int] = 0
     #: The KV cache that an encoder's layers share for the tokens of one step. Without a decoder ``kv_specs`` are empty,
     #: and ``forward_layers`` gets this cache for each layer; else ``encode`` gets it.
     workspace: KVSpec | None = None
@@ -99,7 +101,7 @@ class Network(Layer, ABC):
         for rotated, table in self._rotary_tables:
             if rotated == config:
                 return table
-        table = RotaryTable(config, context.kernels, context.positions)
+        table = RotaryTable(config, context.kernels, context.positions, first=self.first_rotation)
         self._rotary_tables.append((config, table))
         return table
 

@@ -153,6 +153,10 @@ NETWORKS = {
 
 #: Draft heads, which cannot be served alone.
 _HEADS = {
+    **dict.fromkeys(
+        ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
+        ("", "octavo.models.gemma4_assistant", "Gemma4Assistant"),
+    ),
     "EagleLlamaForCausalLM": ("", "octavo.models.eagle", "EagleForCausalLM"),
     "LlamaForCausalLMEagle3": ("", "octavo.models.eagle", "Eagle3ForCausalLM"),
     "MTPModel": ("", "octavo.models.mtp", "MTPModel"),
@@ -186,6 +190,8 @@ _SUFFIX = re.compile(r"ForCausalLM$|ForConditionalGeneration$|LMHeadModel$|Model
 def unsupported(what: str, name: str, supported: Sequence[str]) -> UnsupportedModelError:
     """The error for a model whose ``name`` is not ``supported``, with the reason or the nearest relatives."""
     reason = ": state-space layers are not supported" if _STATE_SPACE.search(name.lower()) else ""
+    if name in _HEADS:
+        reason = ": it only drafts for another model, whose speculative_config may name it"
     near = [] if reason else nearest_relatives(name, supported)
     hint = f"; the nearest {'is' if len(near) == 1 else 'are'} {', '.join(map(repr, near))}" if near else ""
     return UnsupportedModelError(

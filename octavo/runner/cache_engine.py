@@ -202,13 +202,15 @@ class KVLayers:
         state_tokens: int | None = None,
         *,
         stores_drafter: bool = False,
+        drafter_reads: Sequence[int] = (),
     ) -> None:
-        """``groups``: of the network's layers on this rank; ``drafter``: of each layer of the drafter.
+        """``groups``: of the network's layers on this rank; ``drafter``: of each layer of the drafter that has a cache.
 
         ``workspace``: of an encoder, which has no groups, or the groups of its decoder. ``state_tokens``: see
-        ``GroupShape``. ``stores_drafter``: whether KV stores keep the drafter's layers.
+        ``GroupShape``. ``stores_drafter``: whether KV stores keep the drafter's layers. ``drafter_reads``: caches of
+        the network that layers of the drafter read.
         """
-        self._state_tokens, self.stores_drafter = state_tokens, stores_drafter
+        self._state_tokens, self.stores_drafter, self._drafter_reads = state_tokens, stores_drafter, drafter_reads
         self.kernels, self.groups, self._block_size = kernels, list(groups), block_size
         self._drafter = find_groups(drafter, [group.spec for group in groups])
         self._workspace = workspace
@@ -290,7 +292,8 @@ class KVLayers:
         return caches + drafts
 
     def split(self, caches: list[LayerCache]) -> tuple[list[LayerCache], list[LayerCache]]:
-        return caches[: self._num_layers], caches[self._num_layers :]
+        """The caches of the network; and those of the drafter, then those of the network that it reads."""
+        return caches[: self._num_layers], caches[self._num_layers :] + [caches[i] for i in self._drafter_reads]
 
 
 def find_groups(specs: Sequence[KVSpec], network: Sequence[KVSpec]) -> list[tuple[LayerGroup, int]]:

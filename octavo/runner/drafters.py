@@ -41,13 +41,14 @@ from octavo.core.plan import NewSequence, StepPlan, StepResult
 from octavo.kernels.forward_batch import Forward, ForwardBatch, ForwardOutput
 from octavo.kernels.interface import Array, LayerCache
 from octavo.layers.layer import LayerContext
-from octavo.loader.mtp import require_mtp
-from octavo.loader.resolve import gguf_source, resolve_model, weight_quantization
+from octavo.loader.mtp import drafter_folder, require_mtp
+from octavo.loader.resolve import gguf_source, weight_quantization
 from octavo.loader.weights import (
     load_head,
     load_model,
     make_dummy_head,
     make_dummy_model,
+    read_assistant,
     read_dummy_config,
     read_head_config,
 )
@@ -55,6 +56,7 @@ from octavo.models.config_files import read_model_config
 from octavo.models.decoder import Decoder
 from octavo.models.draft_head import DraftHead, FeatureReader
 from octavo.models.eagle import EagleConfig
+from octavo.models.gemma4_assistant import AssistantConfig, Gemma4Assistant
 from octavo.models.mtp import MTPConfig
 from octavo.models.network import Network, weight_bytes
 from octavo.runner.cache_engine import DraftedBlocks
@@ -91,6 +93,8 @@ class WorkerDrafter(RowFeature, ABC):
     kv_specs: list[KVSpec]
     #: Whether it computes each token once, from the model's hidden states, so that stored blocks must have its layers.
     follows_model = False
+    #: The model's caches that its layers read, by their numbers. Its networks get them behind its own.
+    shared_caches: Sequence[int] = ()
     _source: DraftSource
     _context: LayerContext
     #: The captured network, between ``capture`` and ``release``.
@@ -183,15 +187,24 @@ class DraftSource:
 
     def context(self, context: LayerContext) -> LayerContext:
         """The context that the drafter's layers are built with, from the model's."""
-        quantization = None  # published EAGLE heads are in the model's type
-        if not isinstance(self.config, EagleConfig):
-            quantization = weight_quantization(self.options, context.kernels.name, self.config.quantization)
+        quantization = self.quantization(context.kernels.name)
         return replace(context, quantization=quantization, max_loras=0, max_lora_rank=0, virtual_tokens=0)
+
+    @property
+    def is_published_head(self) -> bool:
+        return isinstance(self.config, EagleConfig | AssistantConfig)
+
+    def quantization(self, kernels: str, *, is_gguf: bool | None = None) -> str | None:
+        """As ``weight_quantization``; published heads are in the model's type."""
+        if self.is_published_head:
+            return None
+        return weight_quantization(self.options, kernels, self.config.quantization, is_gguf=is_gguf)
 
     def load(self, context: LayerContext, model: Network, loras: LoraPreparer | None) -> WorkerDrafter:
         if self.speculation.method == "draft_model":
             return DraftModel(self, context, model)
-        return HeadDrafter(self, context, model, loras)
+        kind = AssistantDrafter if isinstance(self.config, AssistantConfig) else HeadDrafter
+        return kind(self, context, model, loras)
 
 
 def find_draft_source(options: EngineConfig, config: ModelConfig, model_folder: Path) -> DraftSource | None:
@@ -202,11 +215,12 @@ def find_draft_source(options: EngineConfig, config: ModelConfig, model_folder: 
     speculation = options.speculative_config
     if speculation is None or not speculation.drafts_on_workers:
         return None
-    if speculation.method == "mtp":
+    if speculation.method == "mtp" and speculation.model is None:
         return DraftSource(options, speculation, model_folder, require_mtp(model_folder, config, options))
     assert speculation.model is not None
-    dummy = options.load_format == "dummy"
-    folder = resolve_model(speculation.model, revision=speculation.revision, weights=not dummy, mmproj="none")
+    dummy, folder = options.load_format == "dummy", drafter_folder(options)
+    if speculation.method == "mtp":
+        return DraftSource(options, speculation, folder, read_assistant(folder, config, has_weights=not dummy))
     if speculation.method == "draft_model":
         changes = {
             "model": speculation.model,
@@ -357,21 +371,11 @@ class DraftModel(WorkerDrafter):
 
 # --- eagle, eagle3 and mtp: a head that drafts from the model's hidden states -----------------------------------------
 
-#: Positions of a row whose last tokens may not be known on the host, where steps are planned ahead.
-_AHEAD = 1
 
-
-class HeadDrafter(WorkerDrafter):
-    """The drafters ``eagle``, ``eagle3`` and ``mtp``: a head, which shares the model's blocks and what it computes.
-
-    The head need not run in every step. The model's features of each row's last positions are kept, and the head
-    computes several at once: those of a row that drafts, of one with no room left, and of one that ends, as its
-    blocks may serve others. So it costs little where nothing is drafted. Positions that a prompt has more of than there
-    is room for are computed in the prompt's own step.
-    """
+class FeatureDrafter(WorkerDrafter):
+    """Drafts from the model's features, which it keeps of each row's last positions."""
 
     network: DraftHead
-    follows_model = True
 
     def __init__(self, source: DraftSource, context: LayerContext, model: Network, loras: LoraPreparer | None) -> None:
         """``loras``: of the model's rows, as a head may use the model's own projection to logits."""
@@ -380,8 +384,7 @@ class HeadDrafter(WorkerDrafter):
         self._kernels = context.kernels
         self.load(model)
         self.kv_specs = self.network.kv_specs
-        shape = source.options.token_budget, source.config.hidden_size
-        self._features = context.kernels.zeros(shape, DType.FLOAT32)
+        self._features = context.kernels.zeros((source.options.token_budget, self.network.feature_width), DType.FLOAT32)
 
     def describe(self) -> str:
         method, size = self._source.speculation.method, weight_bytes(self.network) / (1 << 30)
@@ -398,7 +401,7 @@ class HeadDrafter(WorkerDrafter):
             )
         is_dummy, context = options.load_format == "dummy", self._context
         network: Network
-        if isinstance(config, EagleConfig):
+        if self._source.is_published_head:
             folder, seed = self._source.folder, options.seed
             network = make_dummy_head(config, context, seed) if is_dummy else load_head(folder, config, context)
         elif is_dummy:
@@ -410,51 +413,19 @@ class HeadDrafter(WorkerDrafter):
         self.network = network
         self.network.attach_target(model)
 
-    def _allocate(self, num_rows: int, num_drafts: int) -> None:
-        width = self._features.shape[1]
-        #: Positions of a row whose features are kept: enough for two steps with drafts.
-        self._room = max(8, 2 * (num_drafts + 1)) + self.network.depth
+    def _keep_positions(self, num_rows: int, room: int) -> None:
+        """Allocates ``room`` positions of each row whose features are kept."""
+        self._room = room
         #: The model's features at position p of a row, in the row's place p % room.
-        self._kept = self._kernels.zeros((num_rows * self._room, width), DType.FLOAT32)
-        #: By row, the positions whose features are kept and that the head has not computed: from first up to end.
+        self._kept = self._kernels.zeros((num_rows * room, self.network.feature_width), DType.FLOAT32)
+        #: By row, the positions whose features are kept, and that a head with a cache has not computed: from first up
+        #: to end.
         self._first, self._end = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-        #: The head's result at the last position that it has computed of each row.
-        self._results = self._kernels.zeros((num_rows, width), DType.FLOAT32)
-
-    def capture(self) -> None:
-        caches = self.worker.cache.drafter_caches
-        self.network.extend_positions(self._largest.max_seq_len)
-        self._steps = [
-            self._context.kernels.capture(partial(self._run_step, step, caches), self._largest)
-            for step in range(self.network.depth)
-        ]
-
-    def release(self) -> None:
-        self._steps = []
-        self._first[:] = self._end[:] = 0  # nothing of the KV cache is kept
-
-    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
-        return self._run_step(0, caches, batch)
 
     def _run_step(self, step: int, caches: Sequence[LayerCache], batch: ForwardBatch) -> ForwardOutput:
         self._kernels.adapters.begin(batch)
         hidden = self.network.forward_step(step, self._features[: len(batch.token_ids)], batch, list(caches))
         return ForwardOutput(self._kernels.take_sampled(hidden, batch))
-
-    def make_reader(self) -> FeatureReader | None:
-        return self.network.make_reader()
-
-    # --- rows ---
-
-    def begin(self, plan: StepPlan) -> None:
-        """Computes what is kept of rows that end, while they have their blocks, and of all before blocks are stored."""
-        seq_ids = plan.forget
-        rows = [row for seq_id in seq_ids if (row := self._batch.find_row(seq_id)) is not None]
-        ending = np.flatnonzero(self._first < self._end) if plan.blocks_to_store else np.array(rows, np.int64)
-        if len(ending):
-            # The token after the last position may be unknown.
-            ends = np.minimum(self._end[ending], self._batch.num_computed[ending])
-            self._catch_up(ending, np.minimum(ends, self._batch.tokens.num_tokens[ending] - 1))
 
     def forget(self, seq_id: int, row: int) -> None:
         self._first[row] = self._end[row] = 0
@@ -471,7 +442,96 @@ class HeadDrafter(WorkerDrafter):
         sources, targets = ((each[:, None] * self._room + places).reshape(-1) for each in (parents, rows))
         self._kernels.put_rows(self._kept, targets, self._kernels.take_rows(self._kept, sources))
 
-    # --- a step ---
+    def _keep(self, rows: Int64Array, positions: Int64Array, features: Array) -> None:
+        self._kernels.put_rows(self._kept, rows * self._room + positions % self._room, features)
+
+    def draft(self, counts: dict[int, int]) -> Drafts:
+        """Drafts; a row gets no drafts if the model's last features are not kept."""
+        drafts, table = Drafts(), self._batch.tokens
+        rows, limits = (np.fromiter(values, np.int64, len(counts)) for values in (counts.keys(), counts.values()))
+        computed = self._batch.num_computed[rows]
+        seen = (self._first[rows] < computed) & (computed <= self._end[rows]) & (computed == table.num_tokens[rows] - 1)
+        rows, limits = rows[seen], limits[seen]
+        if not len(rows):
+            return drafts
+        hidden = self._first_results(rows, computed[seen])
+        number = 0
+        while len(rows):
+            places = table.num_tokens[rows] + number
+            if number:
+                hidden = self._follow(rows, places, hidden, number)
+            if self._loras is not None:
+                self._loras.use(rows)
+            logits, ids = self.network.logits(hidden), self.network.target_ids
+            if ids is not None:
+                logits = self._kernels.scatter_columns(logits, ids, self._sampler.vocab_size)
+            chosen = self._sampler.draft(logits, rows, places)
+            table.ids[rows, places] = chosen
+            drafts.add(rows, chosen)
+            number += 1
+            more = (chosen >= 0) & (limits > number)
+            if not more.all():
+                hidden = self._kernels.take_rows(hidden, np.flatnonzero(more))
+                rows, limits = rows[more], limits[more]
+        return drafts
+
+    @abstractmethod
+    def _first_results(self, rows: Int64Array, computed: Int64Array) -> Array:
+        """The network's results [S, E] for the last known tokens of these rows, which have ``computed`` before them."""
+
+    @abstractmethod
+    def _follow(self, rows: Int64Array, places: Int64Array, hidden: Array, number: int) -> Array:
+        """The network's results [S, E] from its last results, ``hidden``, and the drafts before ``places``."""
+
+
+#: Positions of a row whose last tokens may not be known on the host, where steps are planned ahead.
+_AHEAD = 1
+
+
+class HeadDrafter(FeatureDrafter):
+    """The drafters ``eagle``, ``eagle3`` and ``mtp``: a head, which shares the model's blocks and what it computes.
+
+    The head need not run in every step. The model's features of each row's last positions are kept, and the head
+    computes several at once: those of a row that drafts, of one with no room left, and of one that ends, as its
+    blocks may serve others. So it costs little where nothing is drafted. Positions that a prompt has more of than there
+    is room for are computed in the prompt's own step.
+    """
+
+    follows_model = True
+
+    def _allocate(self, num_rows: int, num_drafts: int) -> None:
+        # Enough for two steps with drafts.
+        self._keep_positions(num_rows, max(8, 2 * (num_drafts + 1)) + self.network.depth)
+        #: The head's result at the last position that it has computed of each row.
+        self._results = self._kernels.zeros((num_rows, self.network.feature_width), DType.FLOAT32)
+
+    def capture(self) -> None:
+        caches = self.worker.cache.drafter_caches
+        self.network.extend_positions(self._largest.max_seq_len)
+        self._steps = [
+            self._context.kernels.capture(partial(self._run_step, step, caches), self._largest)
+            for step in range(self.network.depth)
+        ]
+
+    def release(self) -> None:
+        self._steps = []
+        self._first[:] = self._end[:] = 0  # nothing of the KV cache is kept
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
+        return self._run_step(0, caches, batch)
+
+    def make_reader(self) -> FeatureReader | None:
+        return self.network.make_reader()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Computes what is kept of rows that end, while they have their blocks, and of all before blocks are stored."""
+        seq_ids = plan.forget
+        rows = [row for seq_id in seq_ids if (row := self._batch.find_row(seq_id)) is not None]
+        ending = np.flatnonzero(self._first < self._end) if plan.blocks_to_store else np.array(rows, np.int64)
+        if len(ending):
+            # The token after the last position may be unknown.
+            ends = np.minimum(self._end[ending], self._batch.num_computed[ending])
+            self._catch_up(ending, np.minimum(ends, self._batch.tokens.num_tokens[ending] - 1))
 
     def reads_hidden(self) -> bool:
         return True
@@ -493,9 +553,6 @@ class HeadDrafter(WorkerDrafter):
             self._make_room(inputs, features, full)
         if inputs.forked is not None:
             self._copy(rows[inputs.forked.parents], inputs.forked.rows)
-
-    def _keep(self, rows: Int64Array, positions: Int64Array, features: Array) -> None:
-        self._kernels.put_rows(self._kept, rows * self._room + positions % self._room, features)
 
     def _make_room(self, inputs: StepInputs, features: Array, full: NDArray[np.bool_]) -> None:
         """Computes as much as possible of the rows that are ``full``, and keeps the rest of the step's features."""
@@ -561,42 +618,16 @@ class HeadDrafter(WorkerDrafter):
             if step < depth - 1:
                 self._kernels.put_rows(self._features, all_rows, hidden)
 
-    def draft(self, counts: dict[int, int]) -> Drafts:
-        """Drafts; a row gets no drafts if the model's last features are not kept."""
-        drafts, table = Drafts(), self._batch.tokens
-        rows, limits = (np.fromiter(values, np.int64, len(counts)) for values in (counts.keys(), counts.values()))
-        computed = self._batch.num_computed[rows]
-        seen = (self._first[rows] < computed) & (computed <= self._end[rows]) & (computed == table.num_tokens[rows] - 1)
-        rows, limits = rows[seen], limits[seen]
-        self._catch_up(rows, computed[seen])
-        hidden = self._kernels.take_rows(self._results, rows)
-        number = 0
-        while len(rows):
-            places = table.num_tokens[rows] + number
-            if number:
-                hidden = self._follow(rows, places, hidden, number)
-            if self._loras is not None:
-                self._loras.use(rows)
-            logits, ids = self.network.logits(hidden), self.network.target_ids
-            if ids is not None:
-                logits = self._kernels.scatter_columns(logits, ids, self._sampler.vocab_size)
-            chosen = self._sampler.draft(logits, rows, places)
-            table.ids[rows, places] = chosen
-            drafts.add(rows, chosen)
-            number += 1
-            more = (chosen >= 0) & (limits > number)
-            if not more.all():
-                hidden = self._kernels.take_rows(hidden, np.flatnonzero(more))
-                rows, limits = rows[more], limits[more]
-        return drafts
+    def _first_results(self, rows: Int64Array, computed: Int64Array) -> Array:
+        self._catch_up(rows, computed)
+        return self._kernels.take_rows(self._results, rows)
 
     def _follow(self, rows: Int64Array, places: Int64Array, hidden: Array, number: int) -> Array:
-        """The head's results [S, E] from its last results, ``hidden``, and the drafts before ``places``."""
         step = min(number, self.network.depth - 1)
         starts, offsets = places - 2 - step, np.arange(len(rows) + 1)
         inputs = self._batch.flatten(rows, starts, starts + 1, offsets, offsets[:-1])
         inputs.arrays["token_ids"] = self._batch.tokens.ids[rows, places - 1].astype(np.int64)
-        self._kernels.put_rows(self._features, np.arange(len(rows)), hidden)
+        self._kernels.put_rows(self._features, np.arange(len(rows)), self.network.next_features(hidden))
         return self._steps[step](self._device.to_device(inputs, ())).hidden
 
 
@@ -607,3 +638,48 @@ class _StepFeatures:
     features: Array
     starts: Int64Array
     offsets: Int64Array
+
+
+class AssistantDrafter(FeatureDrafter):
+    """The drafter ``mtp`` with an assistant of Gemma 4: it reads the model's cache and never catches up."""
+
+    network: Gemma4Assistant
+
+    def __init__(self, source: DraftSource, context: LayerContext, model: Network, loras: LoraPreparer | None) -> None:
+        super().__init__(source, context, model, loras)
+        self.shared_caches = self.network.shared_caches()
+
+    def _allocate(self, num_rows: int, num_drafts: int) -> None:
+        self._largest = replace(self._largest, tokens=self._largest.sequences, sampled=self._largest.sequences)
+        # Any of a step's tokens may be the last that is accepted.
+        self._keep_positions(num_rows, num_drafts + 1)
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache]) -> ForwardOutput:
+        return self._run_step(0, caches, batch)
+
+    def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, step: QueuedStep) -> None:
+        rows, starts, ends = inputs.rows, inputs.starts, inputs.ends
+        self._first[rows], self._end[rows] = np.maximum(starts, ends - self._room), ends
+        lengths, positions = ends - starts, inputs.arrays["positions"]
+        hidden, token_rows = output.hidden, np.repeat(rows, lengths)
+        if (lengths > self._room).any():
+            kept = np.flatnonzero(positions >= np.repeat(ends - self._room, lengths))
+            hidden, token_rows, positions = self._kernels.take_rows(hidden, kept), token_rows[kept], positions[kept]
+        self._keep(token_rows, positions, hidden)
+        if inputs.forked is not None:
+            self._copy(rows[inputs.forked.parents], inputs.forked.rows)
+
+    def _first_results(self, rows: Int64Array, computed: Int64Array) -> Array:
+        features = self._kernels.take_rows(self._kept, rows * self._room + (computed - 1) % self._room)
+        return self._run(rows, computed, features)
+
+    def _follow(self, rows: Int64Array, places: Int64Array, hidden: Array, number: int) -> Array:
+        return self._run(rows, places - 1, self.network.next_features(hidden))
+
+    def _run(self, rows: Int64Array, places: Int64Array, features: Array) -> Array:
+        """The results for the tokens at ``places``, at the last position of each row that the model has computed."""
+        ends, offsets = self._batch.num_computed[rows], np.arange(len(rows) + 1)
+        inputs = self._batch.flatten(rows, ends - 1, ends, offsets, offsets[:-1])
+        inputs.arrays["token_ids"] = self._batch.tokens.ids[rows, places].astype(np.int64)
+        self._kernels.put_rows(self._features, np.arange(len(rows)), features)
+        return self._forward(self._device.to_device(inputs, ())).hidden

@@ -171,6 +171,7 @@ class LoadedModel:
             self._workspace(),
             tokens,
             stores_drafter=self.drafter is not None and self.drafter.follows_model,
+            drafter_reads=() if self.drafter is None else self.drafter.shared_caches,
         )
         if groups:
             self.device.reserved += self.layers.workspace_bytes()

@@ -23,6 +23,7 @@ from octavo.images import image_reader
 from tests.image_models import (
     picture,
     save_gemma3,
+    save_gemma4,
     save_internvl,
     save_lfm2_vl,
     save_llava,
@@ -38,6 +39,7 @@ from tests.models.tower_harness import (
     padded_patches,
     padded_pixels,
     padded_tiles,
+    placed_patches,
 )
 from tests.whole_outputs import all_of, everything
 
@@ -47,6 +49,7 @@ SAVE: dict[str, Callable[[Path], Any]] = {
     "llava": save_llava,
     "smolvlm": save_smolvlm,
     "gemma3": save_gemma3,
+    "gemma4": save_gemma4,
     "mistral3": save_mistral3,
     "internvl": save_internvl,
     "lfm2_vl": save_lfm2_vl,
@@ -54,6 +57,7 @@ SAVE: dict[str, Callable[[Path], Any]] = {
 }
 PLACE = dict.fromkeys(SAVE, "<image>") | {
     "gemma3": "<start_of_image>",
+    "gemma4": "<image_soft_token>",
     "mistral3": "[IMG]",
     "internvl": "<IMG_CONTEXT>",
 }
@@ -139,12 +143,14 @@ def options_of(family: str, **options: Any) -> dict[str, Any]:
 
 
 #: By default all with one family; what cuts and repeats prompts with the one whose images' tokens see each other; and
-#: one each with lines of features, tiles whose features are put together, and recurrent states.
+#: one each with inputs of each layer, lines of features, tiles whose features are put together, and recurrent states.
 BY_DEFAULT = {
     *(("llava", company) for company in COMPANY),
     *(
         ("gemma3", "chunks"),
         ("gemma3", "recomputed"),
+        ("gemma4", "chunks"),
+        ("gemma4", "swapped"),
         ("mistral3", "chunks"),
         ("next", "chunks"),
         ("lfm2_vl", "swapped"),
@@ -274,6 +280,8 @@ def inputs_there(family: str, pictures: list[np.ndarray], images: list[ImageInpu
     normalisation = PIXELS[family]
     if family == "mistral3":
         return padded_pixels(images, normalisation)
+    if family == "gemma4":
+        return placed_patches(images, 4)
     if family == "lfm2_vl":
         return padded_patches(images, 8, normalisation)
     if family == "next":

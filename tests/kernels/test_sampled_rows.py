@@ -1,4 +1,4 @@
-"""Sampled rows with those that follow them: behind each other, and their mean."""
+"""Sampled rows with those that follow them: behind each other, and their mean; and logits of clusters alone."""
 
 from __future__ import annotations
 
@@ -61,3 +61,17 @@ def test_means_of_runs_are_the_same_bits_in_any_company(kernels: Kernels) -> Non
     for row, found in zip([0, 9, 14, 2], together, strict=True):
         np.testing.assert_allclose(found, values[row : row + 9].astype(np.float64).mean(0), atol=1e-6)
         assert np.array_equal(means([row])[0], found)
+
+
+@pytest.mark.parametrize("kernels", host_backends(), ids=lambda kernels: kernels.name)
+def test_logits_outside_of_the_best_clusters_are_masked(kernels: Kernels) -> None:
+    rng = np.random.default_rng(0)
+    logits, scores = (rng.standard_normal((3, size)).astype(np.float32) for size in (12, 4))
+    clusters = rng.permutation(12).reshape(4, 3)
+    for count in (1, 2, 4):
+        masked = kernels.array(logits)
+        with kernels.mode():
+            kernels.mask_clusters(masked, kernels.array(scores), kernels.array(clusters), count)
+        for row, values in enumerate(kernels.to_numpy(masked)):
+            kept = np.isin(np.arange(12), clusters[np.argsort(scores[row])[-count:]])
+            assert np.array_equal(values, np.where(kept, logits[row], -np.inf))

@@ -90,6 +90,21 @@ def padded_patches(images: Sequence[ImageInput], patch: int, normalisation: Norm
     return {"pixel_values": padded, "spatial_shapes": torch.tensor(shapes), "pixel_attention_mask": mask}
 
 
+def placed_patches(images: Sequence[ImageInput], patch: int) -> dict[str, Tensor]:
+    """Patches of images and their columns and lines, padded to the most, as transformers' Gemma 4 takes them."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import convert_image_to_patches, pad_along_first_dim
+
+    most = max(image.height * image.width for image in images) // patch**2
+    padded = []
+    for image in images:
+        pixels = image.array()[0].transpose(2, 0, 1).astype(np.float32) / 255
+        lines, columns = np.mgrid[: image.height // patch, : image.width // patch]
+        places = np.stack([columns, lines], axis=-1).reshape(-1, 2)
+        padded.append(pad_along_first_dim(convert_image_to_patches(pixels, patch), places, most))
+    stacked = [torch.from_numpy(np.stack(each)) for each in zip(*padded, strict=True)]
+    return dict(zip(("pixel_values", "image_position_ids"), stacked, strict=True))
+
+
 def padded_tiles(images: Sequence[ImageInput], normalisation: Normalisation) -> Tensor:
     """Images of a whole and tiles as transformers' LLaVA-NeXT takes them: [images, pieces, 3, height, width]."""
     pieces = [normal_pixels(image, normalisation) for image in images]

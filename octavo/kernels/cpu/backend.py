@@ -120,6 +120,14 @@ class CpuKernels(Kernels):
         out[:, columns.numpy()] = x.numpy()
         return CpuArray.over(out)
 
+    def mask_clusters(self, logits: CpuArray, scores: CpuArray, clusters: CpuArray, count: int) -> None:
+        values, others = logits.numpy(), len(clusters) - count
+        best = scores.numpy().argpartition(max(0, others - 1), axis=1)[:, others:]
+        columns = clusters.numpy()[best].reshape(len(values), -1)
+        kept = np.take_along_axis(values, columns, axis=1)
+        values.fill(-np.inf)
+        np.put_along_axis(values, columns, kept, axis=1)
+
     def as_token_ids(self, tokens: np.ndarray) -> CpuArray:
         return CpuArray.over(np.maximum(tokens, 0))
 

@@ -71,7 +71,7 @@ def _labelled(shared: SpeculativeConfig | None, label: str) -> SpeculativeConfig
     """
     method, *changes = label.split(":")
     fields = shared.model_dump(exclude_unset=True) if shared is not None else {}
-    if method not in MODEL_METHODS:
+    if method not in (*MODEL_METHODS, "mtp"):
         fields = {name: value for name, value in fields.items() if name not in ("model", "quantization", "revision")}
     for change in changes:
         name, equals, value = change.partition("=")
