@@ -25,10 +25,12 @@ from typing import Any
 GIB = 1 << 30
 #: Tokens that each user generates.
 OUTPUT = 17
+#: Repetitions of a measurement, of which the median counts.
+ROUNDS = 3
 
 
 def run_engine(options: dict[str, Any], users: int, prompt: int, limit: int) -> None:
-    """Prints peak memory, and times to the first token and per token, as JSON."""
+    """Prints peak memory, and times to the first token of one prompt and per token of all users, as JSON."""
     if limit:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     import logging
@@ -41,33 +43,30 @@ def run_engine(options: dict[str, Any], users: int, prompt: int, limit: int) -> 
     engine = llm.llm_engine
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=0.0)
 
-    def steps(count: int, first: int) -> list[float]:
+    def run(count: int, first: int) -> tuple[float, float]:
+        """Seconds to the first token, and the median of a step of all users."""
+        engine.reset_prefix_cache()
         for number in range(count):
             ids = [(first + number + 7 * place) % 997 + 3 for place in range(prompt)]
             engine.add_request(f"{first} {number}", {"prompt_token_ids": ids}, params)
-        times = [time.perf_counter()]
-        tokens = 0
+        start, times = time.perf_counter(), list[float]()
         while engine.has_unfinished_requests():
-            outputs = engine.step()
-            tokens += len(outputs)
-            times.append(time.perf_counter())
-        return times
+            if engine.step():
+                times.append(time.perf_counter())
+        steps = [b - a for a, b in itertools.pairwise(times[-(OUTPUT - 1) :])]
+        return times[0] - start, statistics.median(steps)
 
-    chunks = -(-prompt // engine.core.options.token_budget)
-    steps(1, 0)  # buffers
-    engine.reset_prefix_cache()
-    alone = steps(1, 100)
-    engine.reset_prefix_cache()
-    together = steps(users, 200)
-    decodes = [b - a for a, b in itertools.pairwise(together[-(OUTPUT - 1) :])]
+    run(1, 0)  # buffers
+    alone = [run(1, 100 * (number + 1)) for number in range(ROUNDS)]
+    together = [run(users, 1000 * (number + 1)) for number in range(ROUNDS)]
     status = Path("/proc/self/status").read_text()
     addresses = 1024 * int(status.partition("VmPeak:")[2].split()[0])
     result = {
         "loading": loaded,
         "addresses": addresses,
         "peak": peak(),
-        "ttft": alone[chunks] - alone[0],
-        "tpot": statistics.median(decodes),
+        "ttft": statistics.median(first for first, _ in alone),
+        "tpot": statistics.median(step for _, step in together),
     }
     print(json.dumps(result))
 
