@@ -80,13 +80,31 @@ void PackedQuant::pack_panel(int64_t panel, const QuantSource& source) {
     const uint8_t* codes = source.codes + row * k;
     for (int64_t g = 0; g < groups; ++g) {
       uint8_t* out = data + (g / groups_a_block + 1) * layout.header + g * layout.group_bytes() + c * 4;
+      const uint8_t* from = codes + g * kQuantGroup;
       const int64_t values = k - g * kQuantGroup < kQuantGroup ? k - g * kQuantGroup : kQuantGroup;
-      for (int64_t i = 0; i < values; ++i) {
-        const uint8_t code = codes[g * kQuantGroup + i];
+      // A quad at a time, or two of 4 bits.
+      int64_t i = 0;
+      if (layout.bits == 8) {
+        for (; i + 4 <= values; i += 4) {
+          uint32_t quad;
+          std::memcpy(&quad, from + i, 4);
+          quad ^= 0x80808080u;
+          std::memcpy(out + i * kPanel, &quad, 4);
+        }
+      } else {
+        for (; i + 8 <= values; i += 8) {
+          uint32_t even, odd;
+          std::memcpy(&even, from + i, 4);
+          std::memcpy(&odd, from + i + 4, 4);
+          const uint32_t both = (even & 0x0f0f0f0fu) | (odd & 0x0f0f0f0fu) << 4;
+          std::memcpy(out + i / 2 * kPanel, &both, 4);
+        }
+      }
+      for (; i < values; ++i) {
         if (layout.bits == 8) {
-          out[i / 4 * (4 * kPanel) + i % 4] = code ^ 0x80;
+          out[i / 4 * (4 * kPanel) + i % 4] = from[i] ^ 0x80;
         } else {
-          out[i / 8 * (4 * kPanel) + i % 4] |= static_cast<uint8_t>((code & 15) << (i % 8 < 4 ? 0 : 4));
+          out[i / 8 * (4 * kPanel) + i % 4] |= static_cast<uint8_t>((from[i] & 15) << (i % 8 < 4 ? 0 : 4));
         }
       }
     }

@@ -136,7 +136,8 @@ def open_fit(options: EngineConfig, memory: int | None = None, *, speed: bool = 
             assert described.problem is not None
             raise described.rename(described.problem)
         config = read_config(described.folder, options)
-        yield Fit(options, config, kernels, MemoryBounds.of_machine(device, memory), described.gguf, rates)
+        bounds = MemoryBounds.of_machine(device, memory)
+        yield Fit(options, config, kernels, bounds, described.gguf, rates, described.folder)
 
 
 def run(arguments: Arguments) -> int:

@@ -518,10 +518,10 @@ def _memory_facts(
     What fits is what the engine would find (``gpu_memory_utilization``), but for its largest step: some hundred MB.
     """
     from octavo.config.kv_spec import GroupShape, KVLayout, group_layers
-    from octavo.engine.memory_needs import gguf_bytes
+    from octavo.engine.memory_needs import GGUFSizes, weights_in_memory
     from octavo.kernels import resolve_device
     from octavo.loader.resolve import weight_quantization
-    from octavo.models.network import build_without_weights, size_bytes, weight_bytes
+    from octavo.models.network import build_without_weights, size_bytes
     from octavo.runner.memory import available_memory, cache_size
 
     total = None
@@ -533,11 +533,10 @@ def _memory_facts(
         memory = describe_gpus()[0]["memory_bytes"]
         available, total = memory["available"], memory["total"]
     quantization = weight_quantization(options, backend, config.quantization, is_gguf=gguf is not None)
-    if gguf is not None and quantization == "gguf":
-        weights = gguf_bytes(gguf)
-    else:
-        dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
-        weights = weight_bytes(build_without_weights(config, dtype, quantization), maps_tables=backend == "cpu")
+    sizes = GGUFSizes.of(gguf) if gguf is not None and quantization == "gguf" else None
+    dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
+    in_form = build_without_weights(config, dtype, quantization)
+    weights = weights_in_memory(in_form, dtype, sizes, maps_tables=backend == "cpu")
     context = min(options.max_model_len or config.max_position, config.max_position)
     groups = [
         GroupShape(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from octavo.core.files import read_text
 #: Options that several models cannot share, and what to use instead.
 _OF_ONE_MODEL = {
     "served_model_name": "give names and aliases in a file (--models)",
-    "lora_modules": "serve that model alone",
+    "lora_modules": "give them in a file (--models)",
     "lora_resolver": "serve that model alone",
     "enable_lora_routes": "serve that model alone",
 }
@@ -36,6 +36,9 @@ class ModelEntry(BaseModel):
     )
     pinned: bool = Field(False, description="Load it at the start and never unload it.")
     options: dict[str, Any] = Field({}, description="The engine's options, where they differ from the common ones.")
+    lora_modules: dict[str, str] = Field(
+        {}, description="Paths of its adapters by name, for requests by name. Needs the option enable_lora."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class ListedModel:
     keep_alive: float | None = None
     #: Whether it is loaded at the start and stays loaded.
     pinned: bool = False
+    #: Paths of its adapters by name.
+    lora_modules: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_entries(path: Path) -> list[ModelEntry]:
@@ -131,13 +136,18 @@ def list_models(
                 "gpu_memory_utilization is for a server with one model: use memory, the bytes of all models together, "
                 "or kv_cache_memory_bytes of each"
             )
+        if entry.lora_modules and not (config.enable_lora or config.enable_prompt_adapter):
+            raise ConfigError(
+                f"model {entry.source!r}: lora_modules need its option enable_lora, or enable_prompt_adapter"
+            )
         names = (entry.name or short_name(entry.source), *entry.aliases)
-        for name in names:
+        for name in (*names, *entry.lora_modules):
             if name in owners:
                 raise ConfigError(
                     f"the name {name!r} is given twice, to {owners[name]} and {entry.source}; set another name"
                 )
             owners[name] = entry.source
         idle = keep_alive if entry.keep_alive is None else entry.keep_alive
-        models.append(ListedModel(config, names, None if entry.pinned else idle, entry.pinned))
+        idle = None if entry.pinned else idle
+        models.append(ListedModel(config, names, idle, entry.pinned, entry.lora_modules))
     return models

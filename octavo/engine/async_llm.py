@@ -42,6 +42,7 @@ from octavo.process.startup import ProcessProfile, phase
 
 if TYPE_CHECKING:
     from octavo.engine.front_end import Params, SharedPrefix, StatLogger
+    from octavo.process.fork_server import ForkServer
     from octavo.speech.audio_files import Audio, AudioLimits, OpenedAudio
     from octavo.speech.audio_reader import SandboxRecording
     from octavo.speech.segments import Segment, Transcription
@@ -107,14 +108,21 @@ class AsyncLLM(EngineOperations):
         self._error: EngineDeadError | None = None
         #: Whether open requests may finish during the shutdown.
         self._lets_finish = False
+        self._forks: ForkServer | None = None
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, process: CoreProcess | None = None, *, stat_loggers: Sequence[StatLogger] = ()
+        cls,
+        config: EngineConfig,
+        process: CoreProcess | None = None,
+        *,
+        stat_loggers: Sequence[StatLogger] = (),
+        forks: ForkServer | None = None,
     ) -> Self:
-        """Returns an engine that is ready; see ``ready``."""
+        """Returns an engine that is ready; see ``ready``. ``forks``: a server for the processes of cores."""
         try:
             llm = cls(config, stat_loggers=stat_loggers)
+            llm._forks = forks
         except BaseException:
             if process is not None:
                 await process.end_and_wait()
@@ -136,7 +144,7 @@ class AsyncLLM(EngineOperations):
             self.check_alive()
             if self._loaded:
                 return
-            process = process or CoreProcess()
+            process = process or CoreProcess(self._forks)
             try:
                 await self._load(process)
             except BaseException:
@@ -156,8 +164,9 @@ class AsyncLLM(EngineOperations):
 
     async def _load(self, process: CoreProcess) -> None:
         config, loop = self.config, asyncio.get_running_loop()
-        self._starter = starter = ProcessStarter(config.standby_engines, RestartLimit(config.engine_restarts))
-        cores = [CoreClient(each) for each in (process, *(CoreProcess() for _ in range(config.data_parallel_size - 1)))]
+        limit, others = RestartLimit(config.engine_restarts), range(config.data_parallel_size - 1)
+        self._starter = starter = ProcessStarter(config.standby_engines, limit, self._forks)
+        cores = [CoreClient(each) for each in (process, *(CoreProcess(self._forks) for _ in others))]
         start = partial(starter.begin, cores, config.model_dump(exclude_unset=True), logger.getEffectiveLevel())
         try:
             with phase("model files and tokenizer"):

@@ -41,6 +41,7 @@ from octavo.process.children import Failure, LogMessage
 
 if TYPE_CHECKING:
     from octavo.engine.replicas import ProcessReplicas, RestartLimit
+    from octavo.process.fork_server import ForkServer
 
 
 logger = logging.getLogger("octavo")
@@ -251,9 +252,9 @@ class ProcessStarter:
     #: The message that starts the core of replica 0.
     _start: Start
 
-    def __init__(self, num_standby: int, limit: RestartLimit) -> None:
+    def __init__(self, num_standby: int, limit: RestartLimit, forks: ForkServer | None = None) -> None:
         """``num_standby``: cores to keep in reserve. ``limit``: for starts after a core died in reserve."""
-        self._num_standby, self._limit = num_standby, limit
+        self._num_standby, self._limit, self._forks = num_standby, limit, forks
         self.created = time.monotonic()
         #: The time that the first cores took to load.
         self.start_seconds = 0.0
@@ -282,7 +283,7 @@ class ProcessStarter:
         """
         await self.check_files()
         patience = max(_LEAST_PATIENCE, _PATIENCE * self.start_seconds)
-        client = CoreClient(CoreProcess())  # it imports its modules meanwhile
+        client = CoreClient(CoreProcess(self._forks))  # it imports its modules meanwhile
         self._starting.add(client)
         try:
             if after is not None:

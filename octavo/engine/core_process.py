@@ -1,6 +1,7 @@
 """The engine core in a process of its own: receives requests, steps while there is work, sends outputs of each step.
 
-Started by ``core_start.CoreProcess`` as ``python -m octavo.engine.core_process FOLDER LIFE RECORDER``.
+Started by ``core_start.CoreProcess`` as ``python -m octavo.engine.core_process FOLDER LIFE RECORDER``, or forked with
+these arguments from ``python -m octavo.engine.core_process forks SOCKET`` (``octavo.process.fork_server``).
 
 On a CPU the next step is not planned while one computes: all processors are busy, and there is little to gain. With 64
 sequences of the demo model, scheduling and processing results cost 0.4 ms of processor time a step, and sending 0.1 ms;
@@ -10,6 +11,7 @@ work for a step (1.2 ms) is done in its own process.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
@@ -44,6 +46,7 @@ from octavo.engine.messages import (
 )
 from octavo.engine.step_dumps import dump_failed_steps
 from octavo.process.children import Failure, end_with, send_logs
+from octavo.process.fork_server import FORKS, serve_forks
 from octavo.process.startup import ProcessProfile, phase, profile
 
 if TYPE_CHECKING:
@@ -217,12 +220,29 @@ def _check_messages(core: EngineCore) -> None:
         )
 
 
+#: What a fork server imports: what a core imports before and while it loads most models.
+MODULES = (
+    *("octavo.engine.core", "octavo.runner.model_runner", "octavo.runner.loaded_model", "octavo.kernels.cpu.backend"),
+    *("octavo.loader.projector", "octavo.loader.mtp", "octavo.models.dense", "octavo.models.gemma"),
+    *("octavo.models.encoder", "safetensors.numpy", "psutil"),
+)
+
+
 def main(arguments: list[str]) -> int:
-    """``arguments``: the private folder, and descriptors of the parent's socket and of the shared memory."""
+    """``arguments``: the private folder, and descriptors of the parent's socket and of the shared memory.
+
+    Or ``FORKS`` and the descriptor of a socket, for a server that forks processes which call this with such arguments.
+    """
     # Ctrl-C and a supervisor's signals reach every process of a group; the front end handles them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gc.disable()  # collecting while modules are imported would take a fifth of the start
+    if arguments[0] == FORKS:
+        for module in MODULES:
+            with contextlib.suppress(ImportError):  # the kernels of a machine with GPUs may not be compiled
+                importlib.import_module(module)
+        serve_forks(int(arguments[1]), main)
+        return 0
     folder, life, recorder = Path(arguments[0]), socket.socket(fileno=int(arguments[1])), int(arguments[2])
     life.set_inheritable(False)
     os.set_inheritable(recorder, False)

@@ -8,10 +8,12 @@ import socket
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.core.errors import EngineDeadError, EngineKilledError
 from octavo.engine.blame import read_recorder, recorder_memory
 from octavo.process.start_process import (
+    ChildProcess,
     end_process,
     how_it_ended,
     is_stopped,
@@ -20,6 +22,10 @@ from octavo.process.start_process import (
     was_killed,
 )
 
+if TYPE_CHECKING:
+    from octavo.process.fork_server import ForkServer
+
+MODULE = "octavo.engine.core_process"
 #: The path of a Unix socket has at most 107 bytes.
 _LONGEST_TEMP_PATH = 70
 
@@ -31,7 +37,12 @@ class CoreProcess:
     process, however that ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forks: ForkServer | None = None) -> None:
+        """``forks``: a server for ``MODULE``; if it is ready, the process has its modules at once.
+
+        Raises:
+            EngineKilledError: that server was lost just now.
+        """
         temp = tempfile.gettempdir()
         #: Private folder of the sockets.
         self.folder = Path(tempfile.mkdtemp(prefix="octavo-", dir=temp if len(temp) <= _LONGEST_TEMP_PATH else "/tmp"))
@@ -41,11 +52,13 @@ class CoreProcess:
         self._out_of_memory = num_out_of_memory()
         with theirs:
             descriptors = [theirs.fileno(), self._recorder]
-            self._process = start_process(
-                "octavo.engine.core_process",
-                *(self.folder, *descriptors),
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
+            try:
+                forked = None if forks is None else forks.fork([self.folder], descriptors)
+            except EngineKilledError:
+                self._release()
+                raise
+            self._process: ChildProcess = forked or start_process(
+                MODULE, self.folder, *descriptors, pass_fds=descriptors, stdin=subprocess.DEVNULL
             )
 
     @property
@@ -62,6 +75,9 @@ class CoreProcess:
 
     def kill(self) -> None:
         end_process(self._process)
+        self._release()
+
+    def _release(self) -> None:
         self.life.close()
         if self._recorder is not None:
             os.close(self._recorder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ from octavo.config.options import MAX_NUM_SEQS
 from octavo.core.errors import ConfigError
 from octavo.core.model_config import ModelConfig
 from octavo.engine.core import resolve_dtype
-from octavo.engine.machine_rates import MachineRates, packed_bytes
+from octavo.engine.machine_rates import MachineRates
+from octavo.engine.memory_needs import UNQUANTISED, GGUFSizes, find_drafter, packed_weights, weights_in_memory
 from octavo.kernels.interface import Kernels
-from octavo.layers.layer import Weight
 from octavo.loader.files import readable_size
 from octavo.loader.resolve import weight_quantization
 from octavo.models.mtp import FORMATS
 from octavo.models.network import Network, attended_specs, build_without_weights
+from octavo.runner.cache_engine import KVLayers
 from octavo.runner.memory import activation_bytes, memory_limits
 
 #: Share of the memory that stays free: allocators round up, and other processes come and go.
@@ -36,7 +37,6 @@ _PROMPT, _CONTEXT = 512, 4096
 #: By backend, the formats of matrices and of the KV cache: earlier ones are nearer to the checkpoint.
 _QUANTIZED = {"cpu": ("int8", "int4"), "triton": ("fp8", "int8", "int4"), "reference": ()}
 _KV = {"cpu": ("auto", "int8"), "triton": ("auto", "fp8", "int8"), "reference": ("auto",)}
-_UNQUANTISED = {"F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,8 @@ class Choice:
     process_bytes: int
     #: The peak while weights are loaded, in all.
     loading_bytes: int
+    #: Of the weights, those of layers for multi-token prediction, with which it drafts; 0: it has none.
+    draft_bytes: int = 0
     #: None: not measured.
     speed: Speed | None = None
     #: What of the load it does not give, in words; empty: all is given.
@@ -133,7 +135,10 @@ class Choice:
         kv = "" if self.kv_cache_dtype == "auto" else f", {self.kv_cache_dtype} KV cache"
         users = f"{self.max_num_seqs} sequence{'s' * (self.max_num_seqs > 1)}"
         form = self.dtype if self.quantization in ("none", "auto") else self.quantization
-        return f"{form}{kv}, {users} of {self.max_model_len} tokens in {readable_size(self.needed_bytes)}"
+        drafts = (
+            f", {readable_size(self.draft_bytes)} of them the layers with which it drafts" if self.draft_bytes else ""
+        )
+        return f"{form}{kv}, {users} of {self.max_model_len} tokens in {readable_size(self.needed_bytes)}{drafts}"
 
 
 class Fit:
@@ -147,8 +152,11 @@ class Fit:
         bounds: MemoryBounds,
         gguf: Path | None = None,
         rates: MachineRates | None = None,
+        folder: Path | None = None,
     ) -> None:
         """``gguf``: the file, or its header; ``rates``: None if the speed is not to be told.
+
+        ``folder``: of the checkpoint, whose layers for multi-token prediction are counted; None: it drafts nothing.
 
         Raises:
             ConfigError: the options are for several workers, adapters or a draft model.
@@ -159,9 +167,13 @@ class Fit:
         drafts = options.speculative_config
         if options.enable_lora or options.enable_prompt_adapter or (drafts is not None and drafts.drafts_on_workers):
             raise ConfigError("octavo fit does not count adapters and draft models: leave their options out")
-        self.options, self.config, self.bounds = options, config, bounds
-        self._kernels, self._rates = kernels, rates
         self._device = "cpu" if bounds.total is None else "cuda"
+        #: As given, and with the drafts that an engine makes by default.
+        self.options, self._drafting, self._drafter = options, options, None
+        if folder is not None:
+            self._drafting, self._drafter = find_drafter(options, config, folder, on_cpu=self._device == "cpu")
+        self.config, self.bounds = config, bounds
+        self._kernels, self._rates = kernels, rates
         self._gguf = None if gguf is None else GGUFSizes.of(gguf)
         self._networks: dict[tuple[str, str, str], Sizes] = {}
 
@@ -175,8 +187,8 @@ class Fit:
             chosen["quantization"] = choice.quantization
         if choice.kv_cache_dtype != given.kv_cache_dtype:
             chosen["kv_cache_dtype"] = choice.kv_cache_dtype
-        if given.speculative_config is None and self.config.architecture in FORMATS:
-            chosen["speculative_config"] = "none"  # layers for multi-token prediction are not counted
+        if given.speculative_config is None and self._drafter is None and self.config.architecture in FORMATS:
+            chosen["speculative_config"] = "none"  # the headers do not show layers for multi-token prediction
         chosen |= {"max_model_len": choice.max_model_len, "max_num_seqs": choice.max_num_seqs}
         if choice.kv_cache_bytes and self._device == "cpu":
             chosen["kv_cache_memory_bytes"] = choice.kv_cache_bytes
@@ -254,14 +266,17 @@ class Fit:
                 options, self._kernels.name, self.config.quantization, is_gguf=self._gguf is not None
             )
             resolved = resolve_dtype(options, self.config)
-            draft_tokens = options.kept_draft_tokens
+            draft_tokens, is_random = self._drafting.kept_draft_tokens, options.load_format == "dummy"
             network = build_without_weights(self.config, resolved, form, kv, draft_tokens=draft_tokens)
             self._networks[key] = Sizes(
                 network,
                 resolved,
                 self._gguf if form == "gguf" else None,
-                self.options.load_format == "dummy",
-                self._kernels.maps_tables,
+                is_random,
+                self._kernels.maps_tables and not is_random,
+                None
+                if self._drafter is None
+                else build_without_weights(self._drafter.config, resolved, form, kv, draft_tokens=draft_tokens),
             )
         return self._networks[key]
 
@@ -303,17 +318,20 @@ class Fit:
     ) -> Choice:
         """The memory of ``users`` sequences of ``length`` tokens; with ``fill``, of all that the engine can use."""
         values = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv, "max_num_seqs": users}
-        options = self.options.model_copy(update=values | {"max_model_len": length})
+        options = self._drafting.model_copy(update=values | {"max_model_len": length})
         if self.config.is_encoder:
             options = options.for_encoder(self._device)
         else:
             options = options.with_token_budget(self._device, length)
         # Two steps are in flight on a GPU.
         in_flight = options.token_budget * (2 if options.plans_ahead(self._device) else 1)
-        layout = KVLayout.of(self._groups(sizes.network, options), options, in_flight)
+        layout = KVLayout.of(self._groups(sizes, options), options, in_flight)
         least = layout.size([users * count for count in layout.held(length)])
-        step = activation_bytes(replace(self.config, max_position=length), options)
+        step = activation_bytes(replace(self.config, max_position=length), options, self._kernels.name)
         step += length * sizes.network.position_bytes()
+        if self._drafter is not None and sizes.drafter is not None:
+            step += activation_bytes(self._drafter.config, options, self._kernels.name)
+            step += length * sizes.drafter.position_bytes()
         if self.config.image_facts is not None:
             step += options.image_cache_bytes
         process = self._process_bytes()
@@ -324,19 +342,19 @@ class Fit:
         loading = process + sizes.weight_bytes  # on a GPU; tensors wait in the host's memory
         if self.bounds.total is None:
             loading = process + sizes.loading_bytes
-        return Choice(dtype, quantization, kv, length, users, kv_bytes, sizes.weight_bytes, step, process, loading)
+        return Choice(
+            dtype, quantization, kv, length, users, kv_bytes, sizes.weight_bytes, step, process, loading,
+            sizes.draft_bytes,
+        )  # fmt: skip
 
-    def _groups(self, network: Network, options: EngineConfig) -> list[GroupShape]:
-        return [
-            GroupShape(
-                len(group.layers) * self._kernels.block_bytes(group.spec, group.spec.places(options.block_size)),
-                group.spec.window,
-                options.state_checkpoint_tokens if group.spec.kind == "state" else None,
-            )
-            for group in sorted(
-                group_layers(network.kv_specs), key=lambda group: -(group.spec.window or self.config.max_position)
-            )
-        ]
+    def _groups(self, sizes: Sizes, options: EngineConfig) -> list[GroupShape]:
+        """The KV groups, the one that keeps most tokens first, with the drafter's layers."""
+        groups = sorted(
+            group_layers(sizes.network.kv_specs), key=lambda group: -(group.spec.window or self.config.max_position)
+        )
+        drafter = [] if sizes.drafter is None else sizes.drafter.kv_specs
+        tokens = options.state_checkpoint_tokens
+        return KVLayers(self._kernels, groups, options.block_size, drafter, state_tokens=tokens).shapes()
 
     def _process_bytes(self) -> int:
         """Of an engine's process and a server's, without weights and cache; of a GPU's memory, nothing is known."""
@@ -396,45 +414,6 @@ class Fit:
         return Speed(prompt, users, ttft, times.decode(users, prompt))
 
 
-@dataclass(frozen=True)
-class GGUFSizes:
-    """Elements of a GGUF file's matrices by type: of those that every token reads, of experts, and of the embedding."""
-
-    linear: Counter[str]
-    experts: Counter[str]
-    head: Counter[str]
-    #: Bytes in memory of all tensors.
-    num_bytes: int
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether no matrix is quantised."""
-        return not {*self.linear, *self.experts} - _UNQUANTISED
-
-    @classmethod
-    def of(cls, path: Path) -> GGUFSizes:
-        from octavo.loader.gguf_file import GGUFFile, is_mapped
-
-        linear: Counter[str] = Counter()
-        experts: Counter[str] = Counter()
-        ends: dict[str, Counter[str]] = {}
-        size = 0
-        for name, tensor in GGUFFile(path).tensors.items():
-            kind, numbers = tensor.type.name, math.prod(tensor.shape)
-            if is_mapped(tensor):
-                continue
-            if len(tensor.shape) == 1:
-                size += 4 * numbers
-                continue
-            size += 2 * numbers if kind in _UNQUANTISED else packed_bytes(kind, tensor.shape)
-            if name in ("output.weight", "token_embd.weight"):
-                ends[name] = Counter({kind: numbers})
-            else:
-                (experts if "_exps" in name else linear)[kind] += numbers
-        head = ends.get("output.weight", ends.get("token_embd.weight", Counter()))
-        return cls(linear, experts, head, size)
-
-
 @dataclass
 class Sizes:
     """A network's weights in one format."""
@@ -445,15 +424,20 @@ class Sizes:
     gguf: GGUFSizes | None = None
     #: Whether weights are random, not read.
     is_random: bool = False
-    #: See ``Kernels``.
+    #: Whether tables stay in a mapped file.
     maps_tables: bool = False
+    #: The layers for multi-token prediction; their weights in a GGUF file are counted with the others.
+    drafter: Network | None = None
 
     @functools.cached_property
     def weight_bytes(self) -> int:
-        if self.gguf is not None:  # a tower is in a file of its own
-            tower = self.network.tower
-            return self.gguf.num_bytes + (0 if tower is None else self._packed(list(tower.weights())))
-        return self._packed(list(self.network.weights()))
+        """Of the drafter too."""
+        size = weights_in_memory(self.network, self.dtype, self.gguf, maps_tables=self.maps_tables)
+        return size if self.gguf is not None else size + self.draft_bytes
+
+    @functools.cached_property
+    def draft_bytes(self) -> int:
+        return 0 if self.drafter is None else packed_weights(self.drafter.weights(), maps_tables=False)
 
     @functools.cached_property
     def parts(self) -> list[tuple[str, str, float, float]]:
@@ -473,7 +457,7 @@ class Sizes:
         """The form in which the kernels multiply a GGUF type: its own, eight bits with scales, or dtype."""
         from octavo.kernels.cpu.linear import KEPT_TYPES
 
-        if kind in _UNQUANTISED:
+        if kind in UNQUANTISED:
             return self.dtype
         return kind if kind in KEPT_TYPES else "Q8_0"
 
@@ -481,8 +465,8 @@ class Sizes:
     def loading_bytes(self) -> int:
         """The peak while weights are loaded: what is packed, and the tensors that wait for their layer's others.
 
-        Random ones are made in float32 and rounded. A file's tensors are mapped, so that only what layers make of them
-        counts, until they are packed.
+        Random ones are made in float32, and rounded to another type. A file's tensors are mapped, so that only what
+        layers make of them counts, until they are packed.
         """
         if self.gguf is not None:
             return self.weight_bytes
@@ -490,16 +474,16 @@ class Sizes:
         width = 4 if self.dtype == "float32" else 2
         left = Counter(id(layer) for _, layer, _ in tensors)
         layers = {id(layer): layer for _, layer, _ in tensors}
-        packed = {key: self._packed(layer.holds) for key, layer in layers.items()}
+        packed = {key: packed_weights(layer.holds, maps_tables=self.maps_tables) for key, layer in layers.items()}
         held: Counter[int] = Counter()
         # A head of its own form is made of the embedding.
-        rest = self.weight_bytes - sum(packed.values())
+        rest = self.weight_bytes - self.draft_bytes - sum(packed.values())
         peak = done = waiting = 0
         for _, layer, shard in tensors:
             number, key = math.prod(layer.expected[shard]), id(layer)
             if not packed[key] and layer.holds:  # it stays in the file
                 continue
-            made = 4 * number * self.is_random
+            made = 4 * number if self.is_random and self.dtype != "float32" else 0
             held[key] += width * number
             waiting += width * number
             left[key] -= 1
@@ -510,13 +494,6 @@ class Sizes:
             peak = max(peak, done + waiting + made)
             waiting -= held[key]
         return max(peak, self.weight_bytes)
-
-    def _packed(self, weights: Sequence[Weight]) -> int:
-        return sum(
-            4 * math.prod(w.shape) if w.kind == "vector" else packed_bytes(str(w.dtype), w.shape)
-            for w in weights
-            if not w.is_tied and not (w.is_mapped and self.maps_tables and not self.is_random)
-        )
 
 
 class StepTimes:

@@ -30,6 +30,7 @@ from octavo import __version__
 from octavo.config.kv_spec import KVSpec
 from octavo.core.dtypes import DType, rounded
 from octavo.core.errors import ConfigError
+from octavo.engine.memory_needs import packed_bytes
 from octavo.kernels.forward_batch import make_batch
 from octavo.kernels.interface import Array, AttentionSpec, Kernels, PackedWeight
 from octavo.kernels.weight_rows import GGUFRows
@@ -233,24 +234,6 @@ class MachineRates:
             byte=seconds(1, _CONTEXT) / (_CONTEXT * spec.bytes_per_token),
             operation=seconds(length, length) / operations,
         )
-
-
-#: Bits of an element of the CPU kernels' formats with their scales; "int8" has one for each row.
-_BITS = {
-    "float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "fp8": 8.0, "int4": 4.5, "mxfp4": 4.25,
-    "gptq-int4": 4.5, "awq-int4": 4.5, "gptq-int8": 8.5, "compressed-tensors-int4": 4.5, "compressed-tensors-int8": 8.5,
-}  # fmt: skip
-
-
-def packed_bytes(form: str, shape: Sequence[int]) -> int:
-    """Bytes in memory of a weight [outputs, inputs] in this form, scales included."""
-    from octavo.kernels.cpu.linear import form_of
-
-    columns, rows = shape[-1], math.prod(shape[:-1])
-    if form == "int8" or (form == "int4" and columns % 32):
-        return rows * (-(-columns // 32) * 32 + 4)  # in whole groups of 32, and a scale for each row
-    bits = _BITS[form] if form in _BITS else form_of(form).bits
-    return int(rows * columns * bits / 8)
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -7,11 +7,19 @@ threads.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.config.engine_config import EngineConfig
 from octavo.core.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from octavo.layers.layer import Weight
+    from octavo.models.network import Network
+    from octavo.runner.drafters import DraftSource
 
 #: Bytes of an engine's process beside weights, steps and caches: Python, its modules, the kernels.
 PROCESS_BYTES = 96 << 20
@@ -27,7 +35,7 @@ class MemoryNeed:
     """Bytes that a model takes on a device, of all its workers."""
 
     weights: int
-    #: Activations of the largest step.
+    #: Activations of the largest step, tables of positions, and what is kept of adapters and images.
     step: int
     #: KV cache, and swap space where the cache is in the host's memory.
     cache: int
@@ -79,7 +87,7 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
     from octavo.kernels import resolve_device
     from octavo.loader.resolve import gguf_source, resolve_model, weight_quantization
     from octavo.loader.weights import read_config
-    from octavo.models.network import build_without_weights, size_bytes, weight_bytes
+    from octavo.models.network import build_without_weights
     from octavo.runner.memory import activation_bytes
 
     dummy = options.load_format == "dummy"
@@ -89,14 +97,11 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
     backend = options.kernels if options.kernels != "auto" else "cpu" if device == "cpu" else "triton"
     quantization = weight_quantization(options, backend, config.quantization, is_gguf=gguf is not None)
     dtype = config.checkpoint_dtype if options.dtype == "auto" else options.dtype
-    network = build_without_weights(config, dtype, quantization, options.kv_cache_dtype)
-    if gguf is not None and quantization == "gguf":
-        weights = gguf_bytes(gguf)
-        if network.tower is not None:
-            weights += size_bytes(*network.tower.weights())
-    else:
-        weights = weight_bytes(network, maps_tables=backend == "cpu")
-    weights += _draft_bytes(options, config, folder, backend, dtype)
+    drafting, drafter = find_drafter(options, config, folder, on_cpu=backend == "cpu")
+    draft_tokens = drafting.kept_draft_tokens
+    network = build_without_weights(config, dtype, quantization, options.kv_cache_dtype, draft_tokens=draft_tokens)
+    sizes = GGUFSizes.of(gguf) if gguf is not None and quantization == "gguf" else None
+    weights = weights_in_memory(network, dtype, sizes, maps_tables=backend == "cpu" and not dummy)
     groups = [
         GroupShape(
             len(group.layers) * (group.spec.bytes_per_token * options.block_size + group.spec.bytes_per_state),
@@ -106,7 +111,7 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
         for group in group_layers(network.kv_specs)
     ]
     context = min(options.max_model_len or config.max_position, config.max_position)
-    sized = options.with_token_budget(device, context)
+    sized = drafting.with_token_budget(device, context)
     layout = KVLayout.of(groups, sized, sized.token_budget)
     updates: dict[str, float] = {}
     if not groups:
@@ -127,49 +132,170 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
     swap = int((options.swap_space or 0) * _GIB) if device == "cpu" else 0
     options = EngineConfig.model_validate({**options.model_dump(exclude_unset=True), **updates})
     copies, workers = options.data_parallel_size, options.world_size
-    step = activation_bytes(config, sized)
+    longest = layout.longest(cache, context) if groups else 0
+    step = activation_bytes(config, sized, backend) + network.position_bytes() * longest
+    step += _resource_bytes(options, network, dtype)
+    if drafter is not None:
+        weights += _draft_bytes(drafter, options.model, backend, dtype)
+        step += activation_bytes(drafter.config, sized, backend)
     parts = (weights, workers * step, workers * cache + swap, (workers + (workers > 1)) * PROCESS_BYTES)
     need = MemoryNeed(*(copies * part for part in parts))
     return SizedModel(options, need, model_tasks(config, options.task), context)
 
 
-def _draft_bytes(options: EngineConfig, config: ModelConfig, folder: Path, backend: str, dtype: str) -> int:
-    """Of the weights of a drafter beside the model: a draft model, a head, or layers of the model's own checkpoint."""
-    from octavo.loader.mtp import with_own_drafts
-    from octavo.loader.resolve import gguf_source
-    from octavo.models.network import build_without_weights, weight_bytes
+def _resource_bytes(options: EngineConfig, network: Network, dtype: str) -> int:
+    """Of what requests bring and engines keep: adapters, the virtual tokens of prompt adapters, features of images."""
+    from octavo.core.dtypes import DType
+    from octavo.models.network import build_without_weights
 
-    options = with_own_drafts(options, config, folder, on_cpu=backend == "cpu")
+    size = 0
+    if network.tower is not None:
+        from octavo.runner.images import image_bytes
+
+        size += image_bytes(network, options)
+    if options.enable_lora or options.num_virtual_tokens:
+        from octavo.runner.adapters import adapter_bytes, virtual_token_bytes
+
+        size += virtual_token_bytes(network, options.num_virtual_tokens, DType(dtype))
+        if options.enable_lora:
+            rank = options.max_lora_rank
+            slots = build_without_weights(network.config, dtype, max_loras=1, max_lora_rank=rank)
+            size += options.num_host_loras * adapter_bytes(layer for _, layer in slots.lora_layers())
+    return size
+
+
+def find_drafter(
+    options: EngineConfig, config: ModelConfig, folder: Path, *, on_cpu: bool
+) -> tuple[EngineConfig, DraftSource | None]:
+    """The options with the drafts that an engine makes by default; and its drafter, if that has weights of its own."""
+    from octavo.loader.mtp import with_own_drafts
+
+    options = with_own_drafts(options, config, folder, on_cpu=on_cpu)
     if options.speculative_config is None or not options.speculative_config.drafts_on_workers:
-        return 0
+        return options, None
     from octavo.runner.drafters import find_draft_source
 
-    source = find_draft_source(options, config, folder)
-    assert source is not None
-    gguf = gguf_source(source.options.model, source.options.revision)
+    return options, find_draft_source(options, config, folder)
+
+
+def _draft_bytes(source: DraftSource, model: str, backend: str, dtype: str) -> int:
+    """Of the weights of a drafter beside ``model``: a draft model, a head, or layers of the model's own checkpoint."""
+    from octavo.loader.resolve import gguf_source
+    from octavo.models.network import build_without_weights
+
+    options = source.options
+    gguf = gguf_source(options.model, options.revision)
     form = source.quantization(backend, is_gguf=gguf is not None)
+    sizes = None
     if form == "gguf" and gguf is not None:
-        return gguf_bytes(gguf) if source.options.model != options.model else 0  # else counted with the model
-    return weight_bytes(build_without_weights(source.config, dtype, form))
+        if options.model == model:
+            return 0  # counted with the model
+        sizes = GGUFSizes.of(gguf)
+    return weights_in_memory(build_without_weights(source.config, dtype, form), dtype, sizes, maps_tables=False)
 
 
-def gguf_bytes(gguf: Path) -> int:
-    """Bytes in memory of a GGUF file's weights: in the file's own bits, or in 8 bits with a scale per 32 values.
+# What the weights of a network take once they are packed.
 
-    Tables that stay in the mapped file do not count.
+
+def weights_in_memory(network: Network, dtype: str, gguf: GGUFSizes | None, *, maps_tables: bool) -> int:
+    """Bytes of a network's weights, scales included.
+
+    Args:
+        dtype: of the weights that are not quantised.
+        gguf: of the file, if its own bits are computed with.
+        maps_tables: whether tables stay in the mapped file, and take no memory.
     """
-    from octavo.kernels.cpu.linear import KEPT_TYPES
-    from octavo.loader.gguf_file import GGUFFile, is_mapped
+    weights = list(network.weights())
+    if gguf is None:
+        return packed_weights(weights, maps_tables=maps_tables)
+    tower = network.tower  # in a file of its own
+    size = gguf.num_bytes(dtype, has_head=any(weight.kind == "head" for weight in weights))
+    return size + (0 if tower is None else packed_weights(list(tower.weights()), maps_tables=maps_tables))
 
-    size = 0.0
-    for tensor in GGUFFile(gguf).tensors.values():
-        numbers, kind = math.prod(tensor.shape), tensor.type.name
-        if is_mapped(tensor):
-            continue
-        if len(tensor.shape) == 1:
-            size += 4 * numbers
-        elif kind in ("F32", "F16", "BF16"):
-            size += 2 * numbers
-        else:
-            size += tensor.rows * tensor.row_bytes if kind in KEPT_TYPES else numbers * 34 / 32
-    return int(size)
+
+def packed_weights(weights: Iterable[Weight], *, maps_tables: bool) -> int:
+    return sum(
+        4 * math.prod(weight.shape) if weight.kind == "vector" else packed_bytes(str(weight.dtype), weight.shape)
+        for weight in weights
+        if not weight.is_tied and not (weight.is_mapped and maps_tables)
+    )
+
+
+#: Bits of an element of the CPU kernels' formats with their scales; "int8" has one for each row.
+_BITS = {
+    "float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "int8": 8.0, "fp8": 8.0, "int4": 4.5, "mxfp4": 4.25,
+    "gptq-int4": 4.5, "awq-int4": 4.5, "gptq-int8": 8.5, "compressed-tensors-int4": 4.5, "compressed-tensors-int8": 8.5,
+}  # fmt: skip
+
+
+def packed_bytes(form: str, shape: Sequence[int]) -> int:
+    """Bytes in memory of a weight [outputs, inputs] in this form, scales included."""
+    from octavo.kernels.cpu.linear import form_of
+
+    columns, rows = shape[-1], math.prod(shape[:-1])
+    if form == "int8" or (form == "int4" and columns % 32):
+        return rows * (-(-columns // 32) * 32 + 4)  # in whole groups of 32, and a scale for each row
+    bits = _BITS[form] if form in _BITS else form_of(form).bits
+    return int(rows * columns * bits / 8)
+
+
+#: GGUF types whose matrices are computed in the engine's dtype.
+UNQUANTISED = {"F32", "F16", "BF16"}
+
+
+@dataclass(frozen=True)
+class GGUFSizes:
+    """Elements of a GGUF file's matrices by type: of those that every token reads, of experts, and of the embedding."""
+
+    linear: Counter[str]
+    experts: Counter[str]
+    #: Of the head, which is the embedding if ``is_tied``.
+    head: Counter[str]
+    embedding: Counter[str]
+    is_tied: bool
+    #: Elements of norms and biases.
+    vectors: int
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether no matrix is quantised."""
+        return not {*self.linear, *self.experts} - UNQUANTISED
+
+    @classmethod
+    def of(cls, path: Path) -> GGUFSizes:
+        """The sizes in the header of a file; without tables that stay in the mapped file."""
+        from octavo.loader.gguf_file import GGUFFile, is_mapped
+
+        linear: Counter[str] = Counter()
+        experts: Counter[str] = Counter()
+        ends: dict[str, Counter[str]] = {}
+        vectors = 0
+        for name, tensor in GGUFFile(path).tensors.items():
+            kind, numbers = tensor.type.name, math.prod(tensor.shape)
+            if is_mapped(tensor):
+                continue
+            if len(tensor.shape) == 1:
+                vectors += numbers
+            elif name in ("output.weight", "token_embd.weight"):
+                ends[name] = Counter({kind: numbers})
+            else:
+                (experts if "_exps" in name else linear)[kind] += numbers
+        embedding = ends.get("token_embd.weight", Counter())
+        head = ends.get("output.weight", embedding)
+        return cls(linear, experts, head, embedding, "output.weight" not in ends, vectors)
+
+    def num_bytes(self, dtype: str, *, has_head: bool) -> int:
+        """Bytes in memory with this ``dtype``.
+
+        The embedding is a table in ``dtype``, unless it is the head's matrix in a form that gives its exact rows.
+        """
+        from octavo.kernels.cpu.linear import KEPT_TYPES
+
+        size, matrices = 4 * self.vectors, self.linear + self.experts
+        if has_head:
+            matrices += self.head
+        if not (has_head and self.is_tied and {*self.embedding} <= UNQUANTISED | KEPT_TYPES):
+            size += packed_bytes(dtype, (self.embedding.total(),))
+        return size + sum(
+            packed_bytes(dtype if kind in UNQUANTISED else kind, (numbers,)) for kind, numbers in matrices.items()
+        )

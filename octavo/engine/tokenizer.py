@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -329,11 +330,16 @@ def _encoding_of(input_ids: list[int] | list[list[int]]) -> Encoding:
     return Encoding(input_ids=input_ids, attention_mask=mask)
 
 
-def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
-    """Loads the tokenizer and the chat template that the options name, else those of the model in ``folder``.
+#: Living tokenizers of ``find_tokenizer``. Reading one of 262,144 tokens takes a second, in which no other thread runs,
+#: as ``tokenizers`` holds the lock of Python.
+_loaded: weakref.WeakValueDictionary[Hashable, Tokenizer] = weakref.WeakValueDictionary()
 
-    With random weights a missing tokenizer is replaced by one that refuses text. With ``skip_tokenizer_init`` none is
-    loaded, and output has no text.
+
+def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
+    """The tokenizer and the chat template that the options name, else those of the model in ``folder``.
+
+    They are read unless they are still in use, of unchanged files. With random weights a missing tokenizer is replaced
+    by one that refuses text. With ``skip_tokenizer_init`` none is loaded, and output has no text.
     """
     check_architecture(folder, options.model_impl)
     if options.skip_tokenizer_init:
@@ -342,6 +348,22 @@ def find_tokenizer(options: EngineConfig, folder: Path) -> Tokenizer:
     if options.tokenizer is None and options.load_format == "dummy" and not has_tokenizer(folder):
         return NoTokenizer(folder)
     source = folder if options.tokenizer is None else resolve_tokenizer(options.tokenizer)
+    key = template, *(_files_of(each) for each in (source, folder))
+    tokenizer = _loaded.get(key)
+    if tokenizer is None:
+        tokenizer = _loaded[key] = _read_tokenizer(source, template, folder)
+    return tokenizer
+
+
+def _files_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Paths, sizes and modification times of a folder's files that a tokenizer may depend on."""
+    paths = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
+    facts = [(str(path), path.stat()) for path in sorted(paths) if path.is_file()]
+    return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in facts)
+
+
+def _read_tokenizer(source: Path, template: str | None, folder: Path) -> Tokenizer:
+    """The tokenizer of the folder ``source``, for the model in ``folder``."""
     tokenizer = load_tokenizer(source, template)
     settings = transformer_settings(folder)
     if settings is not None and settings.flag("do_lower_case"):

@@ -79,11 +79,20 @@ class PendingLogprobs(Protocol):
         ...
 
 
+#: Rows of logits that the compiled kernels have beside a step's: copies of edited ones, or those of a scored prompt.
+ROWS_AT_ONCE = 32
+#: Scratch memory of a thread of the compiled kernels, in rows of float32 numbers.
+SCRATCH_ROWS = 6
+
+
 class SamplingBackend(ABC):
     """Samples from rows of logits [n, vocab], as ``prepare`` makes them.
 
     A backend of a GPU queues its work on the current stream and returns. The defaults here are for tokens on the host.
     """
+
+    #: Rows of logits to have beside a step's; None: any number.
+    rows_at_once: int | None = None
 
     @abstractmethod
     def prepare(self, logits: Array) -> Any:

@@ -338,6 +338,7 @@ def build_without_weights(
     kv_cache_dtype: str = "auto",
     max_loras: int = 0,
     draft_tokens: int = 0,
+    max_lora_rank: int = 0,
 ) -> Network:
     """As ``build_rank_without_weights`` for the whole network on one rank, by values of the engine's options."""
     context = LayerContext(
@@ -346,6 +347,7 @@ def build_without_weights(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
         draft_tokens=draft_tokens,
     )
     return build_rank_without_weights(config, context)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 #: API keys of a server, which its children do not need.
 SECRET_VARIABLES = ("OCTAVO_API_KEYS", "OCTAVO_API_KEY")
@@ -31,11 +31,21 @@ def start_process(
     )
 
 
+class ChildProcess(Protocol):
+    """A ``subprocess.Popen``, or a process that a fork server has made (``fork_server.ForkedProcess``)."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
 #: Seconds until a killed process has ended.
 _END_TIMEOUT = 5.0
 
 
-def end_process(process: subprocess.Popen[bytes], grace: float = 0.0) -> None:
+def end_process(process: ChildProcess, grace: float = 0.0) -> None:
     """Waits for the end of a process, which is killed after ``grace`` seconds."""
     try:
         process.wait(grace)

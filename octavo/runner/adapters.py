@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import AdapterError, InsufficientMemoryError
 from octavo.core.failures import ADAPTER, SequenceFailure
 from octavo.core.plan import NewSequence
 from octavo.core.request import AdapterRef
-from octavo.kernels.interface import LowRank, LowRankEmbedding, PackedAdapter
+from octavo.kernels.interface import LowRank, LowRankEmbedding, LowRankShape, PackedAdapter
 from octavo.layers.layer import LoraLayer
 from octavo.layers.linear import share_heads
 from octavo.loader.adapters import AdapterTargets, VirtualTokens, VirtualTokenSizes, read_adapter, read_prompt_adapter
@@ -177,15 +178,21 @@ def adapter_bytes(layers: Iterable[LoraLayer]) -> int:
     """Bytes of an adapter of the maximum LoRA rank that adapts all of these layers."""
     total = 0
     for layer in layers:
-        low_rank = layer.low_rank
-        if isinstance(low_rank, LowRank):
-            numbers = low_rank.inputs * len(low_rank.outputs) + sum(low_rank.outputs)
-        else:
-            assert isinstance(low_rank, LowRankEmbedding)
+        low_rank: LowRank | LowRankEmbedding | LowRankShape | None = layer.low_rank
+        if isinstance(low_rank, LowRankEmbedding):
             numbers = low_rank.rows + low_rank.outputs
+        else:  # a shape: of a network without memory
+            assert isinstance(low_rank, LowRank | LowRankShape)
+            numbers = low_rank.inputs * len(low_rank.outputs) + sum(low_rank.outputs)
         rank = -(-low_rank.max_rank // _RANK_UNIT) * _RANK_UNIT
         total += numbers * rank * low_rank.dtype.itemsize
     return total
+
+
+def virtual_token_bytes(network: Network, tokens: int, dtype: DType) -> int:
+    """Bytes of the virtual tokens of prompt adapters on the host: embeddings, or keys and values of all layers."""
+    keys_values = sum(spec.vectors * spec.num_kv_heads * spec.head_dim for spec in network.kv_specs)
+    return tokens * max(keys_values, network.config.hidden_size) * dtype.itemsize
 
 
 class PromptAdapters(AdapterPreparer, RowFeature):
@@ -231,8 +238,7 @@ class PromptAdapters(AdapterPreparer, RowFeature):
 
     def reserved_bytes(self, free: int) -> int:
         assert self._network is not None
-        keys_values = sum(spec.vectors * spec.num_kv_heads * spec.head_dim for spec in self._network.kv_specs)
-        return self._num_tokens * max(keys_values, self._config.hidden_size) * self._context.dtype.itemsize
+        return virtual_token_bytes(self._network, self._num_tokens, self._context.dtype)
 
     def detach(self) -> None:
         self._network = None

@@ -79,7 +79,7 @@ class Device(ABC):
 
     def _free_for_caches(self) -> int:
         """Bytes of the worker's share of host memory that are free beside the largest step and the weights."""
-        step = memory.activation_bytes(self._config, self._options)
+        step = memory.activation_bytes(self._config, self._options, self.kernels.name)
         return max(0, self._share.free_memory() - step - self.reserved)
 
     def _host_blocks_within(self, free: int, layout: KVLayout, max_model_len: int) -> list[int]:

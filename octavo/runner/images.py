@@ -21,6 +21,7 @@ from octavo.runner.preparers import Preparer
 from octavo.runner.row_feature import RowFeature
 
 if TYPE_CHECKING:
+    from octavo.config.engine_config import EngineConfig
     from octavo.runner.device import Device
     from octavo.runner.loaded_model import LoadedModel
     from octavo.runner.preparers import PreparerContext
@@ -119,6 +120,19 @@ class _Job:
     features: list[np.ndarray] = field(default_factory=list)
 
 
+def image_bytes(network: Network, options: EngineConfig) -> int:
+    """About the memory of the tower for the largest piece, and that of ``image_cache_bytes`` of features."""
+    tower = network.tower
+    if tower is None:
+        return 0
+    rows = 4 * (options.max_model_len or network.config.max_position)
+    if tower.max_rows is not None:
+        rows = min(rows, tower.max_rows)
+    width = tower.workspace.num_kv_heads * tower.workspace.head_dim
+    # Stream, norm, queries, keys, values, attention's output, and a feed-forward network of four times the width.
+    return 4 * rows * (tower.row_width + 14 * width) + options.image_cache_bytes
+
+
 class ImagePreparer(Preparer):
     """Computes and keeps features of images: float32 [features, ``ImageFacts.vectors`` * E] each; nothing on a stage
     without tower.
@@ -130,7 +144,7 @@ class ImagePreparer(Preparer):
         super().__init__()
         # The context would keep the network alive.
         self._device, self._kernels = context.device, context.layers.kernels
-        self._options, self._config = context.options, context.config
+        self._options = context.options
         self._network: Network | None = context.network
         self._jobs: deque[_Job] = deque()
         self._runner: TowerRunner | None = None
@@ -138,17 +152,8 @@ class ImagePreparer(Preparer):
         self._has_begun = False
 
     def reserved_bytes(self, free: int) -> int:
-        """About the memory of the tower for the largest piece, and that of ``image_cache_bytes`` of features."""
         assert self._network is not None
-        tower, options = self._network.tower, self._options
-        if tower is None:
-            return 0
-        rows = 4 * (options.max_model_len or self._config.max_position)
-        if tower.max_rows is not None:
-            rows = min(rows, tower.max_rows)
-        width = tower.workspace.num_kv_heads * tower.workspace.head_dim
-        # Stream, norm, queries, keys, values, attention's output, and a feed-forward network of four times the width.
-        return 4 * rows * (tower.row_width + 14 * width) + options.image_cache_bytes
+        return image_bytes(self._network, self._options)
 
     def prepare(self, payload: bytes) -> list[TowerInput]:
         assert self._network is not None

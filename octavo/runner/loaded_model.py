@@ -159,7 +159,7 @@ class LoadedModel:
                 self.drafter = drafts.load(self.context, self.network, self.loras)
         self.device.reserved = self.preparations.reserved_bytes(share.free_memory())
         if drafts is not None and self.device.name == "cpu":
-            self.device.reserved += memory.activation_bytes(drafts.config, options)
+            self.device.reserved += memory.activation_bytes(drafts.config, options, kernels.name)
         draft_specs = [] if self.drafter is None else self.drafter.kv_specs
         groups = [] if config.is_encoder else self._kv_groups()
         tokens = options.state_checkpoint_tokens

@@ -24,6 +24,7 @@ from octavo.core.request import Generate
 from octavo.core.sampling_params import SamplingParams
 from octavo.kernels.forward_batch import BatchSize, ForwardBatch, make_batch
 from octavo.kernels.interface import Kernels, LayerCache
+from octavo.kernels.sampling import ROWS_AT_ONCE, SCRATCH_ROWS
 from octavo.layers.layer import LayerContext
 from octavo.models.network import build_rank_without_weights, weight_bytes
 from octavo.sampling.sampler import TokenTable
@@ -140,22 +141,32 @@ class WorkerShare:
         return max(1, share + (self.local_rank < rest))
 
 
-def activation_bytes(config: ModelConfig, options: EngineConfig) -> int:
+def activation_bytes(config: ModelConfig, options: EngineConfig, kernels: str) -> int:
     """A bound on the bytes of the largest step beside weights and cache: activations of one layer, and logits.
 
     Only the residual stream is kept from one layer to the next, so one layer's tensors bound them all. An adapter's
-    results are as wide as the products and logits to which they are added.
+    results are as wide as the products and logits to which they are added. ``kernels``: the backend.
     """
     row = 4 * config.hidden_size + config.attention_width + config.feed_forward_width
-    logits = 3 * config.vocab_size
     if options.enable_lora:
         row += config.hidden_size + config.attention_width + config.feed_forward_width
-        logits += config.vocab_size
     tokens = max(options.token_budget, config.max_position) if config.is_encoder else options.token_budget
     # An encoder's layers are about as wide as the decoder's; buffers of both are kept.
     longest = config.longest_input(config.max_position)
     inputs = 0 if longest is None else max(options.encoder_budget, longest)
-    return 4 * ((tokens + inputs) * row + min(options.max_num_seqs, options.token_budget) * logits)
+    logits = _rows_of_logits(options, kernels) * config.vocab_size if config.head == "lm" else 0
+    return 4 * ((tokens + inputs) * row + logits)
+
+
+def _rows_of_logits(options: EngineConfig, kernels: str) -> int:
+    """Rows of a vocabulary's float32 numbers that a step needs: logits, and what sampling makes of them."""
+    sampled = min(options.max_num_seqs * (1 + options.kept_draft_tokens), options.token_budget)
+    of_adapters = sampled if options.enable_lora else 0
+    if kernels != "cpu":
+        return 3 * sampled + of_adapters
+    # The compiled kernels sample in place.
+    threads = options.num_threads or len(os.sched_getaffinity(0))
+    return sampled + of_adapters + min(ROWS_AT_ONCE, options.token_budget) + SCRATCH_ROWS * min(threads, sampled)
 
 
 def check_weights_fit(config: ModelConfig, context: LayerContext, free: int) -> None:

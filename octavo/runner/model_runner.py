@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo")
 
-#: Rows of prompt logits computed at once: 128 x vocabulary x 4 bytes of memory at most.
-_PROMPT_ROWS = 128
-
 
 class ModelRunner:
     """Computes steps with a loaded model. Owns the KV cache tensors and the rows of running sequences.

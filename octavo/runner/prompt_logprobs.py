@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.runner.loaded_model import LoadedModel
     from octavo.runner.model_runner import QueuedStep
 
-#: Rows of prompt logits computed at once: 128 x vocabulary x 4 bytes of memory at most.
+#: Rows of prompt logits computed at once, unless the backend says how many.
 _PROMPT_ROWS = 128
 
 
@@ -55,13 +55,15 @@ class PromptLogprobs(RowFeature):
             start = max(int(inputs.starts[i]), virtual)
             stop = min(int(inputs.ends[i]), num_prompt - 1)  # the token after the last one is generated
             scored = []
-            for low in range(start, stop, _PROMPT_ROWS):
-                high = min(low + _PROMPT_ROWS, stop)
+            rows_at_once = sampler.rows_at_once or _PROMPT_ROWS
+            for low in range(start, stop, rows_at_once):
+                high = min(low + rows_at_once, stop)
                 first = int(offsets[i]) + low - int(inputs.starts[i])
                 if loaded.loras is not None:
                     loaded.loras.use(np.full(high - low, row))
                 logits = loaded.network.logits(output.hidden[first : first + high - low])
                 scored.append(sampler.start_prompt_logprobs(logits, table.ids[row, low + 1 : high + 1], count))
+                del logits  # before the next ones are computed
             if scored:
                 extra = step.extra(seq_id)
                 extra.prompt_start = start + 1

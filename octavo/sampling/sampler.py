@@ -52,6 +52,8 @@ class Sampler:
         """
         self._plugins, self._find_grammar = plugins, find_grammar
         self.vocab_size = vocab_size
+        #: Rows of logits to have beside a step's; None: any number.
+        self.rows_at_once = backend.rows_at_once
         self._tokens = tokens
         self._backend = backend
         rows = tokens.num_rows
@@ -174,13 +176,35 @@ class Sampler:
             return PendingSamplerOutput(tokens, backend.fetch(tokens))
         if positions is None:
             positions = self._tokens.num_tokens[rows]
+        most, processors = self.rows_at_once, self._processors
+        if most is None or sum(self._is_copied(row) for row in row_list if row in processors) <= most:
+            tokens, failed, logprobs = self._sample(logits, rows, positions)
+            return PendingSamplerOutput(tokens, backend.fetch(tokens), failed, logprobs)
+        parts, failed, logprobs = list[Any](), {}, []
+        for first in range(0, len(rows), most):
+            which = slice(first, first + most)
+            tokens, failures, scored = self._sample(logits[which], rows[which], positions[which])
+            parts.append(tokens)
+            failed |= {first + i: failure for i, failure in failures.items()}
+            logprobs += [(first + indices, pending) for indices, pending in scored]
+        tokens = np.concatenate(parts)
+        return PendingSamplerOutput(tokens, backend.fetch(tokens), failed, logprobs)
+
+    def _is_copied(self, row: int) -> bool:
+        """Whether the row's logits are copied before its processors edit them, as its logprobs are the model's."""
+        return bool(self._num_logprobs[row] >= 0) and not self._processors[row].scores_edited
+
+    def _sample(
+        self, logits: Any, rows: Int64Array, positions: Int64Array
+    ) -> tuple[Any, dict[int, SequenceFailure], list[tuple[Int64Array, PendingLogprobs]]]:
+        """Tokens, failures by index, and logprobs, of rows of which some are special."""
+        backend, row_list = self._backend, rows.tolist()
         keys = noise.keys(self._seeds[rows], positions)
         counts = self._num_logprobs[rows]
         scored = counts >= 0
         processed = [i for i, row in enumerate(row_list) if row in self._processors]
-        edited = [i for i in processed if scored[i] and not self._processors[row_list[i]].scores_edited]
+        edited = [i for i in processed if self._is_copied(row_list[i])]
         changed = np.array(edited, np.int64)
-        # Logprobs come from the model's logits: copies of the rows that are about to be changed.
         originals = backend.copy_rows(logits, changed) if len(changed) else logits
         failed, mask = self._process(logits, row_list, positions, processed)
         tokens = backend.choose(logits, self._filters[rows], keys, mask)
@@ -188,7 +212,7 @@ class Sampler:
         unchanged = np.flatnonzero(scored)
         logprobs = self._logprobs(tokens, logits, unchanged, unchanged, counts, rows)
         logprobs += self._logprobs(tokens, originals, np.arange(len(changed)), changed, counts, rows)
-        return PendingSamplerOutput(tokens, backend.fetch(tokens), failed, logprobs)
+        return tokens, failed, logprobs
 
     def draft(self, logits: Array, rows: Int64Array, positions: Int64Array, *, edited: bool = True) -> Int64Array:
         """Chooses draft tokens [n] as ``start`` would with these logits; waits for the device. Negative: no token.

@@ -28,6 +28,7 @@ from octavo.config.model_list import ListedModel
 from octavo.config.server_options import ServerOptions
 from octavo.core.errors import EngineKilledError, ModelNotFoundError, OctavoError, did_you_mean
 from octavo.engine.memory_needs import SizedModel
+from octavo.engine.tokenizer import Tokenizer
 from octavo.process.startup import LOADING
 from octavo.server.http.errors import ApiError, server_error
 from octavo.server.http.streaming import with_cancellation
@@ -46,6 +47,9 @@ FIRST_RETRY, LAST_RETRY = 2.0, 120.0
 RESIDENCE = 4.0
 #: Seconds that a first load is taken to last.
 _EXPECTED_LOAD = 1.0
+#: Tokens of all tokenizers that are kept when their models are unloaded, as reading them again would block the event
+#: loop; 262,144 take 92 MiB.
+_KEPT_TOKENS = 1 << 19
 #: Upper bounds of histogram buckets, in seconds.
 _LOAD_BUCKETS = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 _GIB = 1 << 30
@@ -155,6 +159,8 @@ class ModelSet:
         self._num_waiting = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._noted: set[str] = set()
+        #: Tokenizers of models that were unloaded, the last one at the end.
+        self._tokenizers: list[Tokenizer] = []
         self._context = contextvars.copy_context()
         self._lines = _LoadingLines()
         registry = metrics.registry
@@ -234,7 +240,7 @@ class ModelSet:
             await respond(scope, read_already, send)
 
     async def find(self, name: str | None) -> Slot:
-        """The model of a name, an alias or a loaded adapter; without a name the only one, or the only loaded one.
+        """The model of a name, an alias or an adapter; without a name the only one, or the only loaded one.
 
         Raises:
             ApiError: there is none (404), or it is not clear which one is meant (400).
@@ -257,8 +263,7 @@ class ModelSet:
         for each in (name, name.removesuffix(":latest")):
             if (slot := self._by_name.get(each)) is not None:
                 return slot
-        loaded = (slot for slot in self.slots if slot.service is not None)
-        return next((slot for slot in loaded if slot.service and slot.service.llm.adapters.get(name)), None)
+        return next((slot for slot in self.slots if name in slot.model.lora_modules), None)
 
     def not_found(self, name: str) -> ApiError:
         hint = did_you_mean(name, self._by_name, f"there are {', '.join(self._by_name)}", cutoff=0.5)
@@ -496,6 +501,7 @@ class ModelSet:
         assert service is not None
         slot.is_closing, slot.is_draining = True, False
         slot.is_asleep = False
+        self._keep_tokenizer(service.llm.tokenizer)
         try:
             await service.refuse_requests()
             await service.shut_down(0)
@@ -506,6 +512,11 @@ class ModelSet:
             self._num_unloads.labels(slot.name, reason).inc()
             logger.info("model %s unloaded (%s)", slot.name, reason)
             self._notify()
+
+    def _keep_tokenizer(self, tokenizer: Tokenizer) -> None:
+        kept = self._tokenizers = [*(other for other in self._tokenizers if other is not tokenizer), tokenizer]
+        while sum(each.vocab_size for each in kept) > _KEPT_TOKENS:
+            del kept[0]
 
     async def unload(self, slot: Slot) -> bool:
         """Unloads a model that nobody uses; false: it is not loaded, is pinned, or has open requests."""

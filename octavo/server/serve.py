@@ -28,6 +28,7 @@ from octavo.config.server_options import (
 )
 from octavo.core.errors import ConfigError
 from octavo.core.garbage import IDLE_INTERVAL, IdleCollector, return_freed_memory, settle_collector
+from octavo.process.fork_server import ForkServer
 from octavo.process.start_process import SECRET_VARIABLES
 from octavo.process.startup import phase, profile, table
 
@@ -96,6 +97,8 @@ def serve(
         process = process or CoreProcess()
         try:
             check_plug_ins(options)
+            for model in () if isinstance(served, EngineConfig) else served:
+                check_adapters(model.lora_modules)
             writer = start_logging(options.log_format, options.log_level, options.log_file)
         except BaseException:
             process.kill()
@@ -141,15 +144,22 @@ def read_api_keys(options: ServerOptions, environ: Mapping[str, str]) -> list[st
 
 def check_plug_ins(options: ServerOptions) -> None:
     """Checks the classes and adapters that the options name, before a model is loaded; imports nothing if none are."""
-    if options.lora_modules or options.lora_resolver:
-        from octavo.engine.adapters import check_paths, make_resolver
+    check_adapters(options.lora_modules or {})
+    if options.lora_resolver:
+        from octavo.engine.adapters import make_resolver
 
-        check_paths((options.lora_modules or {}).values())
         make_resolver(options.lora_resolver, options.lora_folder)
     if {options.tool_call_parser, options.reasoning_parser} - {"auto", "none"}:
         from octavo.server.answer_format import ChatFormats
 
         ChatFormats(options.tool_call_parser, options.reasoning_parser)
+
+
+def check_adapters(paths: Mapping[str, str]) -> None:
+    if paths:
+        from octavo.engine.adapters import check_paths
+
+        check_paths(paths.values())
 
 
 @contextlib.contextmanager
@@ -250,12 +260,14 @@ async def _serve_many(
     tracer: Tracer | None,
     configure: Callable[[Mapping[str, Any]], EngineConfig] | None,
 ) -> int:
+    from octavo.engine.core_start import MODULE
     from octavo.server.http.connection import Server, StartingApp
 
     app = StartingApp()
     server = Server(app, options)
     serving = asyncio.ensure_future(server.serve(sockets=socks))
-    spare = _SpareCore(process)
+    # Engines after the first one are forked from a process with their imports, half a second of a core's start.
+    first, forks = [process], ForkServer(MODULE)
     try:
         routes, metrics = await asyncio.to_thread(_make_routes, options, "", keys, writer)
         memory_needs, catalog, model_set, _ = await asyncio.to_thread(
@@ -267,14 +279,15 @@ async def _serve_many(
         engine = importlib.import_module("octavo.engine.async_llm")
 
         async def start(slot: Slot, config: EngineConfig) -> ServerState:
-            llm = await engine.AsyncLLM.start(config, spare.take())
+            llm = await engine.AsyncLLM.start(config, first.pop() if first else None, forks=forks)
             try:
-                return await _make_service(llm, options, slot.metrics, [slot.name], tracer, models.responses)
+                own = options.model_copy(update={"lora_modules": dict(slot.model.lora_modules)})
+                return await _make_service(llm, own, slot.metrics, [slot.name], tracer, models.responses)
             except BaseException:
                 await llm.shutdown(0)
                 raise
             finally:
-                spare.refill()
+                forks.start()  # not beside the first load, which needs the processors
 
         def may_be_added(name: str) -> ListedModel | None:
             if configure is None or not options.allow_pull or not catalog.is_known(name):
@@ -297,7 +310,9 @@ async def _serve_many(
         finally:
             await models.shut_down(0)
     finally:
-        spare.kill()
+        forks.close()
+        for unused in first:
+            unused.kill()
         if tracer is not None:
             await asyncio.to_thread(tracer.shutdown)
 
@@ -309,31 +324,6 @@ _MODULES_OF_MANY = (
     "octavo.server.model_set",
     "octavo.engine.async_llm",
 )
-
-
-class _SpareCore:
-    """Owns a core's process that has done its imports before a model is to be loaded."""
-
-    def __init__(self, process: CoreProcess) -> None:
-        self._process: CoreProcess | None = process
-
-    def take(self) -> CoreProcess | None:
-        """The process, if it lives; its new owner ends it."""
-        process, self._process = self._process, None
-        if process is not None and not process.is_alive:
-            process.kill()
-            return None
-        return process
-
-    def refill(self) -> None:
-        if self._process is None:
-            from octavo.engine.core_start import CoreProcess
-
-            self._process = CoreProcess()
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
 
 
 def _url(sock: socket.socket, options: ServerOptions) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -226,7 +227,7 @@ async def list_models(request: Request) -> ModelList | AnthropicModelList:
         models += _describe_adapters(service)
     else:
         models = [_describe_slot(served, slot) for slot in served.slots]
-        models += [each for slot in served.slots if slot.service for each in _describe_adapters(slot.service)]
+        models += [each for slot in served.slots for each in _describe_adapters_of(slot)]
     if "anthropic-version" not in request.headers:
         return ModelList(object="list", data=models)
     ids = [model.id for model in models]
@@ -244,8 +245,8 @@ async def retrieve_model(request: Request, model: str) -> Model | AnthropicModel
         described = _describe_model(service, await service.model(model))
     elif (slot := served.known(model)) is None:
         raise served.not_found(model)
-    elif slot.service is not None and slot.service.llm.adapters.get(model) is not None:
-        described = _describe_model(slot.service, await slot.service.model(model))
+    elif model in slot.model.lora_modules:
+        described = next(each for each in _describe_adapters_of(slot) if each.id == model)
     else:
         described = _describe_slot(served, slot)
     return _in_anthropic_format(described) if "anthropic-version" in request.headers else described
@@ -291,6 +292,20 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 def _describe_adapters(service: ServerState) -> list[Model]:
     return [_describe_model(service, ServedModel(each.name, each.request)) for each in service.llm.adapters]
+
+
+def _describe_adapters_of(slot: Slot) -> list[Model]:
+    """The adapters of one of several models, whether it is loaded or not."""
+    if slot.service is not None:
+        return _describe_adapters(slot.service)
+    tasks = [] if slot.sized is None else list(slot.sized.tasks)
+    return [
+        Model(
+            id=name, created=slot.created, object="model", owned_by="octavo", root=Path(path).name, parent=slot.name,
+            tasks=tasks, input_modalities=["text"],
+        )
+        for name, path in slot.model.lora_modules.items()
+    ]  # fmt: skip
 
 
 def _describe_slot(models: ModelSet, slot: Slot) -> Model:

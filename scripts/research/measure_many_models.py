@@ -183,9 +183,10 @@ class Killer(threading.Thread):
     def run(self) -> None:
         while not self.ended.wait(self.seconds):
             engines = []
-            for process in self.server.children():
+            for process in self.server.children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if "octavo.engine.core_process" in process.cmdline():
+                    forks = "forks" in process.cmdline() and process.ppid() == self.server.pid
+                    if "octavo.engine.core_process" in process.cmdline() and not forks:
                         engines.append(process)
             with contextlib.suppress(psutil.Error, IndexError):
                 self.random.choice(engines).kill()

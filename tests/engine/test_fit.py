@@ -17,12 +17,14 @@ from octavo.core.errors import ConfigError
 from octavo.engine import machine_rates
 from octavo.engine.fit import Choice, Fit, Load, MemoryBounds, Sizes, StepTimes
 from octavo.engine.llm import LLM
-from octavo.engine.machine_rates import AttentionRate, MachineRates, ProductRate, StepRate, interpolate, packed_bytes
+from octavo.engine.machine_rates import AttentionRate, MachineRates, ProductRate, StepRate, interpolate
+from octavo.engine.memory_needs import packed_bytes
 from octavo.kernels import load_kernels
 from octavo.kernels.cpu.backend import CpuKernels
 from octavo.kernels.weight_rows import GGUFRows
 from octavo.loader.weights import read_config
-from octavo.models.network import build_without_weights
+from octavo.models.network import build_without_weights, weight_bytes
+from tests.models.mtp_models import save_mtp
 
 MIB = 1 << 20
 STEP = StepRate(1e-4, 1e-5, 1e-5, 1e-9, 80 * MIB, 400 * MIB, 60 * MIB)
@@ -41,7 +43,13 @@ class FixedRates:
         return STEP
 
 
-def fit(model: Path | str, available: int = 4096 * MIB, addresses: int | None = None, **options: Any) -> Fit:
+def fit(
+    model: Path | str,
+    available: int = 4096 * MIB,
+    addresses: int | None = None,
+    folder: Path | None = None,
+    **options: Any,
+) -> Fit:
     config = make_config(model=str(model), **options)
     rates: Any = FixedRates()
     return Fit(
@@ -51,6 +59,7 @@ def fit(model: Path | str, available: int = 4096 * MIB, addresses: int | None = 
         MemoryBounds(available, addresses),
         None,
         rates,
+        folder,
     )
 
 
@@ -172,6 +181,29 @@ def test_on_a_gpu_its_memory_counts_and_no_speed_is_told(tiny_model: Path) -> No
     assert not used.choices(Load(users=2, context=64))[0].fits
 
 
+@pytest.mark.parametrize("name", ["glm", "qwen3_5"])
+def test_layers_that_draft_are_counted(name: str, tmp_path: Path) -> None:
+    """Their weights, and their share of each block of the KV cache."""
+    save_mtp(name, tmp_path)
+    options: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, "kernels": "cpu"}
+    options["quantization"] = "none"
+    counting, without = (fit(tmp_path, folder=folder, **options) for folder in (tmp_path, None))
+    load = Load(users=2, context=64)
+    best, plain = first(counting, load), first(without, load)
+    chosen = counting.engine_options(best)
+    assert "speculative_config" not in chosen and without.engine_options(plain)["speculative_config"] == "none"
+    llm = LLM(str(tmp_path), **options, **chosen)
+    executor: Any = llm.llm_engine.core.executor
+    engine = executor._alive().runner.loaded
+    assert engine.drafter is not None
+    assert 0 < best.draft_bytes == best.weight_bytes - plain.weight_bytes
+    assert best.draft_bytes == pytest.approx(weight_bytes(engine.drafter.network), rel=0.05)
+    assert plain.draft_bytes == 0 and "draft" in best.describe() and "draft" not in plain.describe()
+    sizes = counting.sizes(best.dtype, best.quantization, best.kv_cache_dtype)
+    assert counting._groups(sizes, engine.options) == engine.layers.shapes()
+    assert best.kv_cache_bytes > plain.kv_cache_bytes and best.step_bytes > plain.step_bytes
+
+
 def test_several_workers_are_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"leave out tensor_parallel_size \(2\)"):
         fit(tiny_model, tensor_parallel_size=2)
@@ -208,6 +240,9 @@ def test_while_loading_random_weights_are_wider(tiny_model: Path) -> None:
     largest = max(math.prod(layer.expected[shard]) for _, layer, shard in network.tensors())
     assert stored.loading_bytes >= stored.weight_bytes == random.weight_bytes
     assert stored.loading_bytes < random.loading_bytes and random.loading_bytes >= (2 + 4) * largest
+    network = build_without_weights(config, "float32", "int8")
+    stored, random = (Sizes(network, "float32", is_random=is_random) for is_random in (False, True))
+    assert stored.loading_bytes == random.loading_bytes, "they are made in their own type"
 
 
 # ---- rates

@@ -12,11 +12,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from octavo import AsyncLLM, RequestOutput
+from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError, EngineDeadError, EngineStateError
 from octavo.core.sampling_params import RequestOutputKind, SamplingParams
+from octavo.engine.core_start import MODULE
+from octavo.process.fork_server import ForkServer
 from tests.busy_machine import PATIENCE
 from tests.engine.test_resumption import OPTIONS, PARAMS, PROMPTS, engine, finish
 from tests.whole_outputs import everything
@@ -103,6 +107,35 @@ def test_a_killed_core_costs_no_request_a_bit(
         assert (await llm.stats()).blocks_used == 0
 
     run(tiny_model, scenario, **options)
+
+
+def test_forked_cores_answer_alike_and_are_replaced_by_others(whole: list[Any], tiny_model: Path) -> None:
+    async def main() -> None:
+        forks = ForkServer(MODULE)
+        forks.start()
+        while not forks.is_ready:
+            await asyncio.sleep(0.01)
+        llm = await AsyncLLM.start(make_config(model=str(tiny_model), engine_restarts=5, **OPTIONS), forks=forks)
+        taken, parents = 0, set[int]()
+
+        def took() -> None:
+            nonlocal taken
+            taken += 1
+            pid = llm.replica_states()[0].pid
+            if taken % 40 == 0 and taken < 120 and pid is not None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    parents.add(psutil.Process(pid).ppid())
+                kill(llm, number=signal.SIGKILL if taken == 40 else signal.SIGSEGV)
+
+        try:
+            assert await all_kinds(llm, took) == whole
+            assert sum(state.num_restarts for state in llm.replica_states()) >= 1
+            assert forks._process is not None and parents == {forks._process.pid}
+        finally:
+            await llm.shutdown()
+            forks.close()
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
 def test_a_hung_core_is_replaced(tiny_model: Path) -> None:

@@ -288,3 +288,18 @@ def test_metaspace_tokenizers_keep_inner_spaces(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode([1, 2]) == "hello world"
     assert tokenizer.token_text(2) == " world"
+
+
+def test_a_tokenizer_in_use_is_shared_until_its_files_change(tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    options = EngineConfig(model=str(folder))
+    first = find_tokenizer(options, folder)
+    assert find_tokenizer(options, folder) is first
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    other = find_tokenizer(options.model_copy(update={"chat_template": str(template)}), folder)
+    assert other is not first and other.chat_templates != first.chat_templates
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": "<other>"}))
+    assert find_tokenizer(options, folder).eos_token == "<other>" != first.eos_token

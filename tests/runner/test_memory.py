@@ -94,7 +94,7 @@ def test_host_blocks_are_left_out_of_what_the_kv_cache_gets(network: Path, monke
         )
         # A long context, so that neither number is bounded by what the sequences could use.
         loaded = LoadedModel(engine, read_model_config(network), network, "float32")
-        spare, sizing = free - memory.activation_bytes(loaded.config, engine), CacheSizing(loaded)
+        spare, sizing = free - memory.activation_bytes(loaded.config, engine, "reference"), CacheSizing(loaded)
         (on_device,), (on_host,) = sizing.cache_size(10**6, 64)[1], sizing.num_host_blocks(10**6, 64)
         return on_device, on_host, spare
 

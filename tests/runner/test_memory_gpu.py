@@ -232,7 +232,7 @@ def test_the_estimate_of_a_cpus_largest_step_has_room_for_what_adapters_add(netw
         loaded = small_model(network, kernels="cpu", max_num_seqs=64, **values)
         ModelRunner(loaded, [8], [0], 128)
         buffers.append(sum(buffer.nbytes for buffer in cast(Any, loaded.kernels).runner.arena._owned))
-        estimates.append(memory.activation_bytes(loaded.config, loaded.options))
+        estimates.append(memory.activation_bytes(loaded.config, loaded.options, loaded.kernels.name))
     assert 0 < buffers[1] - buffers[0] <= estimates[1] - estimates[0]
     assert buffers[1] <= estimates[1]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo.core.failures import SequenceFailure
 from octavo.core.plan import PositionLogprobs
 from octavo.core.sampling_params import SamplingParams
-from octavo.kernels.sampling import SamplingBackend, position_logprobs
+from octavo.kernels.sampling import ROWS_AT_ONCE, SamplingBackend, position_logprobs
 from octavo.kernels.torch_backend import TorchLogits
 from octavo.sampling.logits_processors import RowError, SamplerOutput, TokenMask
 from tests.sampling.sampler_rows import VOCAB, Rows, failing, gaussian, greedy, shy
@@ -491,6 +491,27 @@ def test_a_row_samples_the_same_in_any_batch(picks: list[int], vocab: int, seed:
                 assert outcome(alone.step(logits[s, i : i + 1], [0]), 0) == outcome(outputs[s], i)
     finally:
         set_threads(before)
+
+
+def test_many_rows_with_logprobs_and_edits_sample_as_alone() -> None:
+    """More of them than a backend copies at once, among others."""
+    count = 2 * ROWS_AT_ONCE + 5
+    logits, together = gaussian(count, VOCAB, seed=1), Rows(rows=count)
+    kinds: list[dict[str, Any]] = [
+        {"logprobs": 2, "logit_bias": {3: 4.0}}, {"repetition_penalty": 1.3, "logprobs": 1}, {"logprobs": 1}, {},
+        {"logprobs": 0, "frequency_penalty": 0.5, "temperature": 0.0}, {"logit_bias": {5: 2.0}, "logprobs": 3},
+    ]  # fmt: skip
+    chosen = [SamplingParams(**kinds[i % len(kinds)]) for i in range(count)]
+    for i, params in enumerate(chosen):
+        together.add(i, params, seed=i)
+    together.add(7, SamplingParams(logits_processors=[failing], logprobs=1))
+    output = together.step(logits, list(range(count)))
+    assert [*output.errors] == [7]
+    for i, params in enumerate(chosen):
+        alone = Rows(rows=1)
+        alone.add(0, params, seed=i)
+        if i != 7:
+            assert outcome(alone.step(logits[i : i + 1], [0]), 0) == outcome(output, i)
 
 
 @pytest.mark.parametrize("pick", range(len(REQUESTS)))

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from openai import DefaultHttpxClient, OpenAI
 
+from octavo.process.fork_server import FORKS
 from tests.busy_machine import PATIENCE, eventually
 
 #: Small, so that runs of several servers at once do not fight for the machine.
@@ -103,16 +105,33 @@ class Running:
         return self.log.read_text()
 
     def core_pid(self) -> int:
-        """The process of the engine."""
-        found = subprocess.run(
-            ["pgrep", "-P", str(self.process.pid), "-f", "core_process"], capture_output=True, text=True, check=True
-        )
-        return int(found.stdout.split()[0])
+        """The process of the engine; of several, the oldest one."""
+        return self.core_pids()[0]
+
+    def core_pids(self) -> list[int]:
+        """The processes of the engines, oldest first; those of a server with many models may be forked."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        found = [child for child in children if "octavo.engine.core_process" in words_of(child)]
+        forks = self.fork_server_pid()
+        return [child.pid for child in sorted(found, key=lambda child: child.create_time()) if child.pid != forks]
+
+    def fork_server_pid(self) -> int | None:
+        """The process from which engines are forked, if there is one."""
+        children = psutil.Process(self.process.pid).children()
+        return next((child.pid for child in children if FORKS in words_of(child)), None)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Sends a signal; the exit code."""
         self.process.send_signal(number)
         return self.process.wait(PATIENCE)
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 #: Starts servers: the type of the fixtures ``serve``, ``start_server`` and ``start_module_server``.

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, ParamSpec
 
 import httpx
+import psutil
 import pytest
 from starlette.requests import Request
 
@@ -28,11 +29,14 @@ from octavo.config.server_options import ServerOptions
 from octavo.core.errors import ConfigError, EngineKilledError, WeightError
 from octavo.engine import model_catalog
 from octavo.engine.memory_needs import MemoryNeed, SizedModel, size_model
+from octavo.loader.adapters import AdapterTargets
+from octavo.models.config_files import read_model_config
 from octavo.server.http.errors import ApiError
 from octavo.server.metrics import Metrics
 from octavo.server.model_set import FIRST_RETRY, RESIDENCE, ModelSet, Slot, named_model
 from tests.busy_machine import eventually
 from tests.embedding_models import make_encoder
+from tests.runner.plan_worker import make_adapter
 from tests.server.running_server import Running, check_refusal, start
 from tests.small_llama import save_distinct_llama
 
@@ -44,7 +48,8 @@ class Engine:
 
     def __init__(self, names: list[str]) -> None:
         self.model_names, self.died = names, asyncio.Event()
-        self.llm = SimpleNamespace(adapters={}, sleep=self.sleep, wake_up=self.wake_up)
+        tokenizer = SimpleNamespace(name=names[0], vocab_size=1 << 18)
+        self.llm = SimpleNamespace(adapters={}, sleep=self.sleep, wake_up=self.wake_up, tokenizer=tokenizer)
         self.calls: list[str] = []
         self.is_shut_down = False
         self.hold: Callable[[], Callable[[], None]] = lambda: lambda: None
@@ -146,6 +151,16 @@ async def test_the_least_recently_used_idle_model_makes_room() -> None:
     await fakes.ask("large")
     assert fakes.loaded == {"large"}
     assert fakes.started == ["a", "b", "c", "b", "large"]
+
+
+@on_a_loop
+async def test_the_tokenizers_of_the_models_that_were_unloaded_last_are_kept() -> None:
+    fakes = Fakes(dict.fromkeys("abcd", 4), 5)
+    for name in "abcabd":
+        await fakes.ask(name)
+    kept: list[Any] = [*fakes.set._tokenizers]
+    assert [tokenizer.name for tokenizer in kept] == ["a", "b"]  # 2 x 262,144 tokens
+    assert fakes.loaded == {"d"}
 
 
 @on_a_loop
@@ -408,9 +423,10 @@ def test_models_of_a_file(tmp_path: Path) -> None:
     path.write_text(
         "- smollm2-135m\n"
         "- {source: other, name: b, aliases: [c], keep_alive: 60, options: {max_num_seqs: 4}}\n"
-        "- {source: third, pinned: true}\n"
+        "- {source: third, pinned: true, options: {enable_lora: true}, lora_modules: {own: /adapters/own}}\n"
     )
     first, second, third = list_models(read_entries(path), _configure, 5.0)
+    assert (third.lora_modules, second.lora_modules) == ({"own": "/adapters/own"}, {})
     assert (first.names, first.config.max_num_seqs, first.keep_alive) == (("smollm2-135m",), 8, 5.0)
     assert (second.names, second.config.max_num_seqs, second.keep_alive) == (("b", "c"), 4, 60.0)
     assert (third.pinned, third.keep_alive) == (True, None)
@@ -426,6 +442,8 @@ def test_models_of_a_file(tmp_path: Path) -> None:
         ("- {source: a, name: same}\n- {source: b, aliases: [same]}", "given twice"),
         ("- a\n- a", "given twice"),
         ("- {source: a, options: {model: b}}", "its source"),
+        ("- {source: a, lora_modules: {x: y}}", "enable_lora"),
+        ("- {source: a, options: {enable_lora: true}, lora_modules: {b: y}}\n- b", "given twice"),
         ("- {source: a, options: {gpu_memory_utilization: 0.5}}", "gpu_memory_utilization"),
     ],
 )
@@ -685,6 +703,27 @@ def test_a_killed_engine_of_one_model_leaves_the_others_untouched(many: Running)
     assert state_of_models(many)["a"]["loaded"] and state_of_models(many)["b"]["loaded"]
 
 
+def test_engines_are_forked_and_outlive_the_process_that_forks_them(many: Running) -> None:
+    """They answer as before: ``answer_of`` of a swap is that of the first load."""
+    alone = {name: answer_of(many, name) for name in ("a", "b", "vectors")}
+    eventually(lambda: many.fork_server_pid() is not None)
+    for name in alone:  # two are loaded at a time, so that each of these is
+        assert answer_of(many, name) == alone[name]
+    forks = many.fork_server_pid()
+    assert forks is not None
+    assert {psutil.Process(pid).ppid() for pid in many.core_pids()} == {forks}
+    killed = many.core_pids()
+    os.kill(forks, signal.SIGKILL)
+    eventually(lambda: many.fork_server_pid() is None)
+    assert many.core_pids() == [] and all(psutil.pid_exists(pid) for pid in killed)  # they have another parent now
+    for name in ("b", "vectors", "a", "b"):
+        assert answer_of(many, name) == alone[name]
+    eventually(lambda: many.fork_server_pid() not in (None, forks))
+    for name in ("vectors", "a", "b"):
+        assert answer_of(many, name) == alone[name]
+    assert many.fork_server_pid() in {psutil.Process(pid).ppid() for pid in many.core_pids()}
+
+
 def test_a_response_goes_on_after_its_model_was_unloaded(many: Running) -> None:
     first = many.post("/v1/responses", model="a", input="hello", max_output_tokens=4)
     background = many.post("/v1/responses", model="b", input="hello", max_output_tokens=4, background=True)
@@ -741,3 +780,35 @@ def test_the_engines_end_with_the_server(many: Running) -> None:
     with many.http() as http, http.stream("GET", "/engine/events") as events:
         assert events.status_code == 200
     assert many.stop() == 0
+
+
+def test_adapters_of_one_of_several_models(folder: Path, tmp_path: Path) -> None:
+    """They are named in requests, are loaded with their model, and answer alike after each load."""
+    targets = AdapterTargets(read_model_config(folder / "b"))
+    make_adapter(tmp_path / "adapter", targets, 0)
+    path = tmp_path / "models.yaml"
+    entries = [
+        {"source": str(folder / "a"), "name": "a"},
+        {"source": str(folder / "b"), "name": "b", "options": {"enable_lora": True},
+         "lora_modules": {"styled": str(tmp_path / "adapter")}},
+    ]  # fmt: skip
+    path.write_text(json.dumps(entries))
+    flags = ("--max-loaded", "1", "--num-threads", "1", "--kv-cache-memory-bytes", "4MiB")
+    server = start(("--models", str(path)), tmp_path / "log", *flags)
+    try:
+        with server.http() as http:
+
+            def listed() -> dict[str, Any]:
+                return {model["id"]: model for model in http.get("/v1/models").json()["data"]}
+
+            before = listed()["styled"]
+            assert (before["parent"], before["root"]) == ("b", "adapter")
+            styled = answer_of(server, "styled")
+            assert listed()["styled"]["parent"] == "b" and http.get("/v1/models/styled").json()["parent"] == "b"
+            plain = answer_of(server, "b")
+            assert styled != plain
+            answer_of(server, "a")
+            assert not listed()["b"]["loaded"] and http.get("/v1/models/styled").json()["parent"] == "b"
+            assert (answer_of(server, "styled"), answer_of(server, "b")) == (styled, plain)
+    finally:
+        assert server.stop() == 0

@@ -10,7 +10,14 @@ from numpy.typing import NDArray
 
 from octavo.core.dtypes import DType
 from octavo.kernels.cpu.array import CpuArray, cpu
-from octavo.kernels.sampling import FILTERS, HostLogprobs, SamplingBackend, as_position_logprobs, mask_words
+from octavo.kernels.sampling import (
+    FILTERS,
+    ROWS_AT_ONCE,
+    HostLogprobs,
+    SamplingBackend,
+    as_position_logprobs,
+    mask_words,
+)
 
 
 class CompiledSampling(SamplingBackend):
@@ -19,6 +26,8 @@ class CompiledSampling(SamplingBackend):
     Owns the arguments for greedy rows and their addresses: numpy takes longer to return addresses than the kernel does
     for one row.
     """
+
+    rows_at_once = ROWS_AT_ONCE
 
     def __init__(self) -> None:
         self._make_plain(1)
