@@ -61,7 +61,7 @@ class BlockManager:
             max_num_batched_tokens: Tokens of all steps in flight, for which windowed groups keep room.
             cuts_prompts: Whether prompts may be computed in chunks of any length (see ``max_chunk``).
             hold_share: Share of the device blocks that callers may hold (see ``Retention``).
-            stores: Limits of the KV stores behind the prefix cache, if there are any; not with recurrent states.
+            stores: Limits of the KV stores behind the prefix cache, if there are any.
         """
         sizes = [GroupBlocks(num_blocks, num_host_blocks)] if isinstance(num_blocks, int) else list(num_blocks)
         self.block_size = block_size
@@ -91,8 +91,6 @@ class BlockManager:
         #: None without KV stores.
         self.stored: StoredBlocks | None = None
         if stores is not None and self.prefixes.enabled:
-            if any(group.has_states for group in self.groups):
-                raise ValueError("KV stores keep no recurrent states")
             self.stored = self.prefixes.stored = StoredBlocks(self.groups, stores)
         self.retention = Retention(self.groups, block_size, hold_share, enabled=prefix_caching)
 

@@ -41,6 +41,9 @@ class _Registration(msgspec.Struct, gc=False):
     checkpoints: dict[int, Checkpoint] = {}
     #: Whether the end of its prompt is registered: later checkpoints are those of its answer.
     in_answer: bool = False
+    #: Registered blocks that are still to be queued for the KV stores: the tokens up to their ends, the number of their
+    #: KV group, their digests, and the blocks.
+    unstored: list[tuple[int, int, bytes, int]] = []
 
     def add_checkpoint(self, group: int, states: StateCache, block: int, token_ids: list[int], position: int) -> None:
         last = self.checkpoints.get(group)
@@ -117,6 +120,10 @@ class SequencePrefixes:
                 if group.checkpoints is not None:
                     registration.checkpoints[group.number] = group.checkpoints.use(hits[-1])
                 group.new_table(seq_id).extend(group.cache.take(hits, match.num_tokens // group.block_size))
+                if (stored := self.stored) is not None:
+                    for hit in hits:
+                        if hit is not None:
+                            stored.note_found(group.number, hit.digest)
         self.cached_queries += match.num_queried
         self.cached_hits += match.num_tokens
         self._registrations[seq_id] = registration
@@ -131,13 +138,19 @@ class SequencePrefixes:
     ) -> None:
         """Adds the full blocks of the first ``num_computed`` tokens, if the sequence has a table on the device.
 
-        Their KV entries must be computed by a submitted step, or moved by this one. The cost is one hash for each block
-        that is new since the last call. Content that is cached already stays in its block.
+        Their KV entries must be computed by a step whose result is known, or moved by this one. The cost is one hash
+        for each block that is new since the last call. Content that is cached already stays in its block.
         """
         num_full = num_computed // self._block_size
         if not (self.enabled and num_full and seq_id in self._groups[0].tables):
             return
         registration = self._registration(seq_id, context, features)
+        self._add_full(registration, seq_id, token_ids, num_full)
+        if self.stored is not None:
+            self._store(self.stored, registration, num_computed)
+
+    def _add_full(self, registration: _Registration, seq_id: int, token_ids: list[int], num_full: int) -> None:
+        """Adds the first ``num_full`` blocks, which a submitted step may still compute."""
         chain, size = registration.chain, self._block_size
         for index in range(registration.count, num_full):
             content = chain.content(token_ids, index * size, index * size + size)
@@ -154,9 +167,22 @@ class SequencePrefixes:
                     registration.add_checkpoint(group.number, group.checkpoints, block, token_ids, index * size + size)
                 else:
                     group.cache.add(chain, index, block, content)
-                    if self.stored is not None:
-                        self.stored.add(group.number, chain.digests[index + 1])
+                if self.stored is not None:
+                    registration.unstored.append((index * size + size, group.number, chain.digests[index + 1], block))
             registration.count = index + 1
+
+    def _store(self, stored: StoredBlocks, registration: _Registration, num_computed: int) -> None:
+        """Queues the blocks of the first ``num_computed`` tokens that the cache has from this sequence."""
+        later = []
+        for one in registration.unstored:
+            end, number, digest, block = one
+            if end > num_computed:
+                later.append(one)
+                continue
+            cached = self._groups[number].cache.on_device.find(digest)
+            if cached is not None and cached.block == block:
+                stored.add(number, digest)
+        registration.unstored = later
 
     def register_end(
         self,
@@ -184,8 +210,8 @@ class SequencePrefixes:
             return False
         if not self.may_register(seq_id):
             return False
-        self.register(seq_id, token_ids, num_computed, context, features)
         registration = self._registration(seq_id, context, features)
+        self._add_full(registration, seq_id, token_ids, num_computed // self._block_size)
         chain, start = registration.chain, num_computed - num_computed % self._block_size
         for group in self._groups:
             block = group.tables[seq_id][(num_computed - 1) // group.block_size]

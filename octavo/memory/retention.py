@@ -22,6 +22,8 @@ OPERATOR = "operator"
 _CLIENT_SHARE = 0.5
 #: Most blocks that all clients hold, each counted once for each client, in blocks that may be held.
 _MOST_CHARGES = 4
+#: Prefixes of a client that are not held any more, whose last use is remembered.
+_MAX_PAST = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -33,15 +35,30 @@ class _Holding:
     #: By KV group.
     digests: list[Sequence[bytes]]
     expires: float
+    #: The client's request that used it last, and how many requests before the one before was; None: there is none.
+    used: int
+    gap: int | None
+
+    def gives_way_to(self, newest: _Holding) -> bool:
+        return self.gap is None or newest.gap is None or newest.used - self.used > newest.gap
 
 
 @dataclass(slots=True, eq=False)
 class _Client:
     name: str
+    #: Counts its requests with hints.
+    request: int = 0
     #: By the key of a conversation or the name of a pin, or else by the last digest; least recently used first.
     holdings: OrderedDict[str | bytes, _Holding] = field(default_factory=OrderedDict)
     #: By digest in the first group: its holdings. A block is charged to each client that holds it.
     charged: dict[bytes, int] = field(default_factory=dict)
+    #: The request that used a prefix last which is not held any more, by its name, in the order in which they ended.
+    past: OrderedDict[str | bytes, int] = field(default_factory=OrderedDict)
+
+    def remember(self, name: str | bytes, used: int) -> None:
+        self.past[name] = used
+        if len(self.past) > _MAX_PAST:
+            self.past.popitem(last=False)
 
 
 class Retention:
@@ -52,9 +69,16 @@ class Retention:
     evicted before all others, but those of a displaced holding were used as recently as any. A held block is never
     reserved: it counts as available, and no request waits for it.
 
-    All clients may hold ``share`` of the first group's blocks, and one client half of that, where its oldest holding
-    gives way; if all together hold too much, the oldest of the client with the most blocks does. So whoever holds less
-    than others keeps it, and others lose no more of the cache than the client's share.
+    All clients may hold ``share`` of the first group's blocks, and one client half of that; if all together hold too
+    much, the oldest holding of the client with the most blocks gives way. So whoever holds less than others keeps it,
+    and others lose no more of the cache than the client's share.
+
+    If a client asks for more than its share, its oldest holdings give way, first those that were used once. But to a
+    prefix that comes back, of those that came back themselves only the ones that have not been used for more of the
+    client's requests than lay between its own last two uses; it is held as far as there is room then. Under LRU, agents
+    that take turns would displace each other, and each would find nothing: of a cyclic reference pattern, what is held
+    is best kept (Belady 1966), until it has not come back when it should have (the recency against the reuse distance,
+    as in LIRS: Jiang and Zhang 2002).
 
     In a group with an attention window the blocks in the window at the end of a prefix are held; of recurrent states,
     the last checkpoint up to there.
@@ -87,6 +111,8 @@ class Retention:
             return 0
         self.expire(now)
         most = 0
+        if (known := self._clients.get(client)) is not None:
+            known.request += 1
         for number, mark in enumerate(hints.prefixes(end)):
             name = hints.pin or (f"key {hints.key}" if hints.key and not number else "")
             owner = OPERATOR if hints.pin else client
@@ -108,22 +134,72 @@ class Retention:
         digests = self._digests(chain, tokens, end)
         key = name or chain.digests[num_blocks]
         before = client.holdings.get(key)
+        earlier = self._earlier_turns(client, key, chain, num_blocks, expires)
+        uses = [one.used for one in (*earlier, before) if one is not None]
+        if client.past:
+            uses += [client.past.pop(past) for past in (key, *chain.digests[1:num_blocks]) if past in client.past]
+        gap = client.request - max(uses) if uses else None
         if before is not None and before.digests == digests:
-            before.expires = max(before.expires, expires)
+            holding = before
+            holding.expires, holding.used, holding.gap = max(before.expires, expires), client.request, gap
             client.holdings.move_to_end(key)
-            return end
-        holding = _Holding(client, key, digests, expires)
+        else:
+            holding = _Holding(client, key, digests, expires, client.request, gap)
+            self._put(holding)
+        for one in earlier:
+            self._end(one)
+        if owner != OPERATOR and len(client.charged) > self._client_limit:
+            self._displace_for(holding)
+            if len(client.charged) > self._client_limit:
+                end = self._cut(holding, chain, tokens, end)
+        self._keep_limit(client)
+        return end if key in client.holdings else 0
+
+    def _earlier_turns(
+        self, client: _Client, key: str | bytes, chain: PrefixChain, num_blocks: int, expires: float
+    ) -> list[_Holding]:
+        """The holdings of prefixes of a prompt that are to be held no longer than it."""
+        names = (name for name in islice(chain.digests, 1, num_blocks) if name != key)
+        holdings = (client.holdings.get(name) for name in names)
+        return [one for one in holdings if one is not None and one.expires <= expires]
+
+    def _put(self, holding: _Holding) -> None:
+        """Adds a holding, in place of one of the same name."""
+        holdings = holding.client.holdings
+        before = holdings.get(holding.name)
         self._add(holding)
         if before is not None:
             self._remove(before)
-        client.holdings[key] = holding
-        client.holdings.move_to_end(key)
-        for digest in islice(chain.digests, 1, num_blocks):  # an earlier turn of the same conversation
-            earlier = client.holdings.get(digest)
-            if earlier is not None and earlier is not holding and earlier.expires <= expires:
-                self._end(earlier)
-        self._make_room(holding)
-        return end if client.holdings.get(key) is holding else 0
+        holdings[holding.name] = holding
+        holdings.move_to_end(holding.name)
+
+    def _displace_for(self, newest: _Holding) -> None:
+        """Ends others of its client that give way to the newest, until the share is kept."""
+        client = newest.client
+        for holding in sorted(client.holdings.values(), key=lambda one: one.gap is not None):
+            if len(client.charged) <= self._client_limit:
+                return
+            if holding is not newest and holding.gives_way_to(newest):
+                self._displace(holding)
+
+    def _cut(self, holding: _Holding, chain: PrefixChain, tokens: list[int], end: int) -> int:
+        """Shortens a holding of ``end`` tokens to what is left of its client's share; returns its tokens."""
+        client, digests = holding.client, holding.digests[0]
+        excess, kept = len(client.charged) - self._client_limit, len(digests)
+        while excess > 0 and kept:
+            kept -= 1
+            excess -= client.charged[digests[kept]] == 1
+        num_blocks = -(-end // self._block_size) - (len(digests) - kept)
+        if num_blocks > 0:
+            end = num_blocks * self._block_size
+            shorter = self._digests(chain, tokens, end)
+            holding = _Holding(client, holding.name, shorter, holding.expires, holding.used, holding.gap)
+            self._put(holding)
+        if num_blocks > 0 and len(client.charged) <= self._client_limit:
+            return end
+        client.remember(holding.name, holding.used)  # a window or a state is held as a whole
+        self._end(holding)
+        return 0
 
     def _digests(self, chain: PrefixChain, tokens: list[int], end: int) -> list[Sequence[bytes]]:
         """By group: the digests of the blocks that a prompt with these first ``end`` tokens needs."""
@@ -137,20 +213,18 @@ class Retention:
             digests.append([*chain.digests[first + 1 : full + 1], *ends])
         return digests
 
-    def _make_room(self, newest: _Holding) -> None:
-        """Ends holdings until the shares are kept."""
-        client = newest.client
-        if client.name != OPERATOR:
-            while len(client.charged) > self._client_limit and len(client.holdings) > 1:
-                self._displace(client)
+    def _keep_limit(self, newest: _Client) -> None:
+        """Ends holdings until all clients together keep their share."""
         while len(self._held[0]) > self._limit or self._num_charges > _MOST_CHARGES * self._limit:
             others = [one for one in self._clients.values() if one.name != OPERATOR]
             if not others:
                 return
-            self._displace(max(others, key=lambda one: (len(one.charged), one is client)))
+            most = max(others, key=lambda one: (len(one.charged), one is newest))
+            self._displace(next(iter(most.holdings.values())))
 
-    def _displace(self, client: _Client) -> None:
-        self._end(next(iter(client.holdings.values())))
+    def _displace(self, holding: _Holding) -> None:
+        holding.client.remember(holding.name, holding.used)
+        self._end(holding)
         self._ended["displaced"] += 1
 
     def release(self, name: str) -> None:

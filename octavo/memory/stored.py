@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,8 +33,10 @@ class StoreLimits:
     busy_share: float | None = None
     #: Read by one fetch: one block of each KV group at least.
     fetch_bytes: int = 56 << 20
-    #: Fetches whose blocks are not on the device yet.
+    #: Fetches whose blocks are not on the device yet; and while they have less than ``fetch_bytes`` together, at most
+    #: ``max_small_fetches``.
     max_fetches: int = 4
+    max_small_fetches: int = 32
     #: Seconds without a report of a fetch after which its prompt is computed.
     patience: float = 5.0
     #: Seconds without fetches after that.
@@ -52,12 +54,13 @@ _SECONDS_PER_BYTE = 2e-9
 class StoredBlocks:
     """Owns the queue of blocks to write to the KV stores, and the digests of those that were written or read.
 
-    A block is queued for writing when the prefix cache registers it, so the result of the step that computed it is
-    known. Plans name queued blocks in that order, as fast as the stores write; evicted ones first, which the step that
-    takes their place reads before. What is evicted faster than that is lost. Where steps and writes share processors,
-    writes of others than evicted blocks take no more than ``StoreLimits.busy_share`` from the steps; the rest is
-    written when nothing runs. Blocks read from the stores are written to the device by the next plan, and cached like
-    computed ones.
+    A block is queued for writing when the prefix cache has registered it and the result of the step that computed it is
+    known; so are the states of whole blocks (``StateCache``), not those at the ends of prompts and answers. Plans name
+    queued blocks as fast as the stores write: evicted ones first, which the step that takes their place reads before,
+    then those that a prompt has found since, then the others in their order. What is evicted faster is lost. Where
+    steps and writes share processors, writes of others than evicted blocks take no more than ``StoreLimits.busy_share``
+    from the steps; the rest is written when nothing runs. Blocks read from the stores are written to the device by the
+    next plan, and cached like computed ones.
 
     Invariant: a queued digest is in the prefix cache on the device, or will be skipped.
     """
@@ -69,6 +72,8 @@ class StoredBlocks:
         #: (KV group, digest), in the order of registration; those that are not in ``_queued`` any more are skipped.
         self._queue: deque[tuple[int, bytes]] = deque()
         self._queued: list[set[bytes]] = [set() for _ in groups]
+        #: Of these, the ones that a prompt has found, in the order of their first finds.
+        self._found: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         #: For the next plan: (device block, digest) evicted, and (fetch id, index of its block, device block).
         self._evicted: list[tuple[int, bytes]] = []
         #: Bytes that the next plan may still name, those that further plans may, and when they grew last.
@@ -98,6 +103,11 @@ class StoredBlocks:
         if not self.knows(group, digest) and digest not in self._queued[group]:
             self._queued[group].add(digest)
             self._queue.append((group, digest))
+
+    def note_found(self, group: int, digest: bytes) -> None:
+        """A prompt begins with this block: it will likely be asked for again."""
+        if digest in self._queued[group]:
+            self._found[group, digest] = None
 
     def is_under_way(self, group: int, digest: bytes) -> bool:
         """Whether the block is queued, or with a worker that has not written it yet."""
@@ -131,7 +141,11 @@ class StoredBlocks:
             return False
         blocks = owner.cache.allocate(1)
         size = chain.block_size
-        owner.cache.add(chain, index, blocks[0], chain.content(token_ids, index * size, index * size + size))
+        end = index * size + size
+        if owner.checkpoints is not None:
+            owner.checkpoints.add_checkpoint(chain, token_ids, end, blocks[0], None, in_answer=False)
+        else:
+            owner.cache.add(chain, index, blocks[0], chain.content(token_ids, index * size, end))
         owner.moves.receive(blocks[0])
         owner.device.release(blocks)
         self._fetched.append((*source, blocks[0]))
@@ -183,8 +197,8 @@ class StoredBlocks:
         later: list[tuple[int, bytes]] = []
         limits, seconds = self.limits, now - self._grown
         self._spare = min(self._busy_bytes, self._spare + seconds * self._busy_bytes) if is_busy else float("inf")
-        while self._queue and self._room > 0 and self._spare > 0:
-            number, digest = self._queue.popleft()
+        while (self._found or self._queue) and self._room > 0 and self._spare > 0:
+            number, digest = self._found.popitem(last=False)[0] if self._found else self._queue.popleft()
             if digest not in self._queued[number]:
                 continue
             group = self._groups[number]
@@ -211,6 +225,7 @@ class StoredBlocks:
         What earlier plans have named counts as unknown, as their steps may have failed.
         """
         self._queue.clear()
+        self._found.clear()
         self._unwritten.clear()
         for queued, known in zip(self._queued, self._known, strict=True):
             queued.clear()

@@ -30,13 +30,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.plan import Fetch, StepPlan, StepResult
+from octavo.core.plan import Fetch, StepResult
 from octavo.core.stats import StoreTierStats
 from octavo.kernels.interface import Kernels, LayerCache, Wait
 from octavo.kvstore.namespace import model_digest, namespace, store_key
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("octavo")
 
+T = TypeVar("T")
 Bytes = NDArray[np.uint8]
 Job = Callable[[], None]
 
@@ -193,6 +194,18 @@ class _Fetch:
     row_of: list[int] = field(default_factory=list)
 
 
+class _Found(NamedTuple):
+    """What a look-up for a fetch has found."""
+
+    stores: Stores
+    #: Indices of the fetch's blocks of which this worker has layers, and the keys of the leading ones that there are.
+    kept: list[int]
+    keys: list[bytes]
+    #: Bytes of their values, and seconds of the look-up.
+    num_bytes: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Stores:
     """Open stores, the nearest first, for blocks of one namespace."""
@@ -242,8 +255,9 @@ class BlockStore:
         self._fetches: dict[int, _Fetch] = {}
         #: Ids of fetches that no result has reported.
         self._open: list[int] = []
-        self._fetched = BufferPool(fetch_bytes, kernels.host_bytes)
-        self._written = BufferPool(write_bytes, kernels.host_bytes)
+        largest = -(-max(block_bytes, default=0) // _GRAIN) * _GRAIN  # a recurrent state may take more
+        self._fetched = BufferPool(max(fetch_bytes, largest), kernels.host_bytes)
+        self._written = BufferPool(max(write_bytes, largest), kernels.host_bytes)
         self._lock = threading.Lock()
         self._dropped = 0
         #: (group, digest) of blocks on their way to the stores.
@@ -271,23 +285,24 @@ class BlockStore:
     # --- plans --------------------------------------------------------------------------------------------------------
 
     def begin(self, fetches: Sequence[Fetch]) -> None:
-        for fetch in fetches:
-            if fetch.fetch_id not in self._fetches:
-                begun = self._fetches[fetch.fetch_id] = _Fetch(fetch.blocks)
-                self._open.append(fetch.fetch_id)
-                self._reader.submit(partial(self._fetch, begun))
+        new = [fetch for fetch in fetches if fetch.fetch_id not in self._fetches]
+        for fetch in new:
+            self._fetches[fetch.fetch_id] = _Fetch(fetch.blocks)
+            self._open.append(fetch.fetch_id)
+        if new:
+            self._reader.submit(partial(self._fetch, [self._fetches[fetch.fetch_id] for fetch in new]))
 
     @property
     def pending(self) -> list[Future[tuple[int, float]]]:
         """The fetches that no result has reported."""
         return [self._fetches[fetch_id].done for fetch_id in self._open]
 
-    def report(self, plan: StepPlan, result: StepResult) -> None:
-        """Reports fetches that have ended and that the plan does not drop, and what the stores wrote and hold."""
+    def report(self, result: StepResult) -> None:
+        """Reports fetches that have ended and were not dropped, and what the stores wrote and hold."""
         while self._written_blocks:
             result.written.append(self._written_blocks.popleft())
         if self._open:
-            for fetch_id in [i for i in self._open if self._fetches[i].done.done() and i not in plan.drop_fetches]:
+            for fetch_id in [fetch_id for fetch_id in self._open if self._fetches[fetch_id].done.done()]:
                 self._open.remove(fetch_id)
                 count, seconds = self._fetches[fetch_id].done.result()
                 count = 0 if self._weights is None else count
@@ -424,19 +439,27 @@ class BlockStore:
             self._stored_weights = weights
         self._opened.set()
 
-    def _fetch(self, fetch: _Fetch) -> None:
-        if not fetch.done.set_running_or_notify_cancel():
-            return
-        count, seconds = 0, 0.0
-        try:
-            count, seconds = self._read(fetch)
-        except Exception:
-            logger.exception("a fetch from the KV stores failed: its blocks are computed")
-        fetch.done.set_result((count, seconds))
+    def _fetch(self, fetches: list[_Fetch]) -> None:
+        """Reports in the order of the fetches.
+
+        All are looked up before any is read, so those that the stores lack end together, and an idle engine computes
+        their prompts in one step.
+        """
+        fetches = [fetch for fetch in fetches if fetch.done.set_running_or_notify_cancel()]
+        for fetch, found in [(fetch, self._try(self._look_up, fetch)) for fetch in fetches]:
+            read = None if found is None else self._try(self._read, fetch, found)
+            fetch.done.set_result(read or (0, 0.0))
         self._writer.submit(lambda: None)  # which looks at the statistics
 
-    def _read(self, fetch: _Fetch) -> tuple[int, float]:
-        """Reads leading blocks, as many as there are and fit: their number, and the seconds without those for room."""
+    def _try(self, part: Callable[..., T], *arguments: object) -> T | None:
+        try:
+            return part(*arguments)
+        except Exception:
+            logger.exception("a fetch from the KV stores failed: its blocks are computed")
+            return None
+
+    def _look_up(self, fetch: _Fetch) -> _Found | None:
+        """The leading blocks that there are and that fit; None if the stores are not to be used."""
         self._opened.wait(max(0.0, self._opening_until - time.monotonic()))
         with self._wrote:
             asked = set(fetch.blocks)
@@ -444,30 +467,36 @@ class BlockStore:
         start = time.perf_counter()
         stores, sizes = self._stores, self._sizes
         if stores is None or self._weights is None or self._weights != self._stored_weights or fetch.dropped:
-            return 0, 0.0
+            return None
         # On a pipeline stage without layers of a group, there is nothing to read of it.
         kept = [i for i, (group, _) in enumerate(fetch.blocks) if sizes[group]]
         keys = [store_key(stores.namespace, *fetch.blocks[i]) for i in kept]
-        found = stores.ask(len(keys), lambda tier, at: tier.contains(keys[at:]))
-        ends = [*itertools.accumulate(sizes[fetch.blocks[i][0]] for i in kept[:found])]
-        found = sum(end <= self._fetched.limit for end in ends)
-        looked = time.perf_counter()
-        if found:
-            fetch.buffer = self._fetched.take(ends[found - 1], wait=True)
+        count = stores.ask(len(keys), lambda tier, at: tier.contains(keys[at:]))
+        ends = [*itertools.accumulate(sizes[fetch.blocks[i][0]] for i in kept[:count])]
+        count = sum(end <= self._fetched.limit for end in ends)
+        num_bytes = ends[count - 1] if count else 0
+        return _Found(stores, kept, keys[:count], num_bytes, time.perf_counter() - start)
+
+    def _read(self, fetch: _Fetch, found: _Found) -> tuple[int, float]:
+        """Reads the blocks that were found: how many leading ones there are, and the seconds without those for room."""
+        stores, kept, keys, num_bytes, _ = found
+        if keys:
+            fetch.buffer = self._fetched.take(num_bytes, wait=True)
             if fetch.buffer is None or fetch.dropped:
                 return 0, 0.0
-        start += time.perf_counter() - looked
-        values = self._lay_out(fetch, kept[:found])
+        start = time.perf_counter()
+        values = self._lay_out(fetch, kept[: len(keys)])
 
         def read(tier: KVStore, at: int) -> int:
-            count = tier.read(keys[at:found], values[at:])
+            count = tier.read(keys[at:], values[at:])
             if count and tier is not stores.tiers[0]:
                 nearer = stores.tiers[: stores.tiers.index(tier)]
                 self._keep_nearer(nearer, keys[at : at + count], values[at : at + count])
             return count
 
-        there = stores.ask(found, read)
-        return kept[there] if there < len(kept) else len(fetch.blocks), time.perf_counter() - start
+        there = stores.ask(len(keys), read)
+        count = kept[there] if there < len(kept) else len(fetch.blocks)
+        return count, found.seconds + time.perf_counter() - start
 
     def _lay_out(self, fetch: _Fetch, indices: list[int]) -> list[memoryview]:
         """Divides the buffer among the blocks of these indices, those of a group in rows: the memory of each."""

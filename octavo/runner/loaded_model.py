@@ -319,9 +319,6 @@ def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: Dr
         distance, size = options.state_checkpoint_tokens, options.block_size
         if distance % size:
             raise ConfigError(f"state_checkpoint_tokens must be a multiple of block_size ({size}), not {distance}")
-        for name in ("kv_disk", "kv_store"):
-            if getattr(options, name) is not None:
-                raise ConfigError(f"{name} keeps no recurrent states, which {config.architecture} has: leave it out")
     elif (distance := options.state_checkpoint_tokens) != EngineConfig.model_fields["state_checkpoint_tokens"].default:
         raise ConfigError(
             f"state_checkpoint_tokens ({distance}) is for models with recurrent states, and {config.architecture} has "

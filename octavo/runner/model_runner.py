@@ -113,7 +113,6 @@ class ModelRunner:
             else:
                 store.begin(plan.fetch)
                 self.loaded.preparations.apply(plan, result, store.pending)
-                store.report(plan, result)
             self._change_rows(plan)
             step = QueuedStep(result, self._batch, self._in_flight)
             step.swap_seconds = self._cache.move(plan)
@@ -124,6 +123,8 @@ class ModelRunner:
                 plan = feature.change_plan(plan, result)
             if plan.seq_ids:
                 self._compute(self._batch.build(plan), step)
+            if store is not None:  # at last, as fetches end while the step computes
+                store.report(result)
         self._in_flight.append(step)
         result.swaps = self._cache.take_swaps()
         result.seconds = time.perf_counter() - start

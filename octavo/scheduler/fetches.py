@@ -70,6 +70,7 @@ class _Begun:
     fetch_id: int
     #: (KV group, index in the chain).
     blocks: list[tuple[int, int]]
+    num_bytes: int
     #: Leading blocks that the workers have; None until reported.
     num_found: int | None = None
 
@@ -81,14 +82,19 @@ class PrefixFetch:
     First come the blocks of the KV groups without a window, from the first missing one on; then, when the end of what
     the stores have is known, those in the windows of the token after it. Without any such group those of the first
     group come from the start, and the ones that the token after each fetch reads are kept.
+
+    With recurrent states, the prefix ends where they have a checkpoint at the end of one of their blocks: the last one
+    before the end of what the stores have, or, as long as they lack that, the one before.
     """
 
     group: SequenceGroup
     chain: PrefixChain
     token_ids: list[int]
-    #: The next block to ask for, and the end of the blocks to ask for: at first all full ones.
+    #: The next block to ask for, and the end of the blocks to ask for: at first of all that a match may have.
     index: int
     end: int
+    #: Blocks that the prefix cache has of all KV groups.
+    num_matched: int
     #: Blocks before it were found in the stores or in the cache.
     found_end: int
     #: When it began, or the last fetch was reported.
@@ -127,7 +133,10 @@ class Fetches:
         groups = blocks.groups
         #: The groups of which every block is fetched, and the others.
         self._whole = [group for group in groups if group.window is None] or groups[:1]
-        self._windowed = [group for group in groups if group not in self._whole]
+        #: States come first: where they end decides what windows there are.
+        self._windowed = sorted((g for g in groups if g not in self._whole), key=lambda group: not group.has_states)
+        #: Blocks between two checkpoints of states beside other groups; None without such states.
+        self._distance = next((group.ratio for group in self._windowed if group.has_states), None)
         #: By group id, in the order in which they began to be held.
         self._prefixes: dict[int, PrefixFetch] = {}
         #: By id, those that were not reported.
@@ -178,11 +187,14 @@ class Fetches:
         group.looked_up = True
         if match is None:
             return False
-        chain = match.chain
-        start = self._first_missing(chain, match.num_full)
-        if start == len(chain) and (match.num_full == start or not self._windowed):
+        chain, token_ids = match.chain, group.seqs[0].token_ids
+        end = len(chain)
+        if self._distance is not None:
+            end = self._last_checkpoint(min(end, (len(token_ids) - 1) // chain.block_size))
+        start = self._first_missing(chain, match.num_full, end)
+        if start >= end and (match.num_full >= end or not self._windowed):
             return False
-        if start < len(chain):
+        if start < end:
             digest = chain.digests[start + 1]
             leader = self._leader(start, digest)
             if leader is not None and leader.group.is_held:
@@ -196,11 +208,11 @@ class Fetches:
             if asked is not None and now < asked + _ABSENT_SECONDS and not is_new:
                 return False
         behind = sum(len(fetch.blocks) for _, fetch in self._unreported.values())
-        num_blocks, num_tokens = (len(chain) - start) * len(self._whole), (len(chain) - start) * chain.block_size
+        num_blocks, num_tokens = (end - start) * len(self._whole), (end - match.num_full) * chain.block_size
         if not self.cost.is_cheaper(behind + num_blocks, num_tokens, self._seconds_per_token()):
             self.stats.computed += 1
             return False
-        prefix = PrefixFetch(group, chain, group.seqs[0].token_ids, start, len(chain), start, now)
+        prefix = PrefixFetch(group, chain, token_ids, start, end, match.num_full, start, now)
         self._prefixes[group.group_id] = prefix
         self.stats.fetches += 1
         self._set_held(group, True)
@@ -212,11 +224,15 @@ class Fetches:
         leaders = (p for p in self._prefixes.values() if p.found_end <= index < p.end)
         return next((p for p in leaders if p.chain.digests[index + 1] == digest), None)
 
-    def _first_missing(self, chain: PrefixChain, start: int) -> int:
-        """The first block from ``start`` on that a group of which every block is fetched has not cached."""
-        while start < len(chain) and all(group.cache.find(chain.digests[start + 1]) for group in self._whole):
+    def _first_missing(self, chain: PrefixChain, start: int, end: int) -> int:
+        """The first block from ``start`` to ``end`` that a group of which every block is fetched has not cached."""
+        while start < end and all(group.cache.find(chain.digests[start + 1]) for group in self._whole):
             start += 1
         return start
+
+    def _last_checkpoint(self, end: int) -> int:
+        """The blocks up to the last checkpoint of states within the first ``end`` blocks."""
+        return end - end % (self._distance or 1)
 
     def _set_held(self, group: SequenceGroup, held: bool) -> None:
         group.is_held = held
@@ -227,17 +243,23 @@ class Fetches:
 
     def _begin(self, now: float) -> None:
         """Begins fetches as far as the limits allow, for prefixes in the order in which they are waited for."""
-        room = self.limits.max_fetches - sum(len(prefix.begun) for prefix in self._prefixes.values())
+        limits, groups = self.limits, self._blocks.groups
+        begun = [fetch for prefix in self._prefixes.values() for fetch in prefix.begun]
+        count, num_bytes = len(begun), sum(fetch.num_bytes for fetch in begun)
         for prefix in self._prefixes.values():
-            while room > 0 and len(prefix.begun) < _AHEAD and (blocks := self._next_blocks(prefix)):
-                fetch = _Begun(next(self._ids), blocks)
+            while (
+                count < (limits.max_fetches if num_bytes >= limits.fetch_bytes else limits.max_small_fetches)
+                and len(prefix.begun) < _AHEAD
+                and (blocks := self._next_blocks(prefix))
+            ):
+                fetch = _Begun(next(self._ids), blocks, sum(groups[number].block_bytes for number, _ in blocks))
+                count, num_bytes = count + 1, num_bytes + fetch.num_bytes
                 if not prefix.begun:
                     prefix.since = now
                 prefix.begun.append(fetch)
                 self._unreported[fetch.fetch_id] = prefix, fetch
                 named = [(number, prefix.chain.digests[index + 1]) for number, index in blocks]
                 self._fetch.append(Fetch(fetch.fetch_id, named))
-                room -= 1
 
     def _next_blocks(self, prefix: PrefixFetch) -> list[tuple[int, int]]:
         """The blocks that a fetch asks for next; none if it depends on the reports of others, or at the end."""
@@ -252,7 +274,7 @@ class Fetches:
         if blocks or prefix.begun:
             return blocks
         if prefix.in_windows is None:
-            prefix.found_end = prefix.end
+            prefix.end = prefix.found_end = self._last_checkpoint(prefix.end)
             prefix.in_windows = deque(self._in_windows(prefix))
         while prefix.in_windows and (room > 0 or not blocks):
             blocks.append(prefix.in_windows.popleft())
@@ -260,8 +282,13 @@ class Fetches:
         return blocks
 
     def _in_windows(self, prefix: PrefixFetch) -> Iterator[tuple[int, int]]:
-        """The missing blocks that the token after the found prefix reads in the groups with a window."""
+        """The missing blocks that the token after the found prefix reads in the groups with a window.
+
+        None if the prefix cache has a longer one: with states it may end within their blocks.
+        """
         digests, end = prefix.chain.digests, prefix.found_end
+        if self._distance is not None and end <= prefix.num_matched:
+            return
         for group in self._windowed:
             for index in range(self._first_read(prefix, group, end), end):
                 if group.cache.find(digests[index + 1]) is None:
@@ -271,6 +298,8 @@ class Fetches:
         """The first block that the first token computed after ``end`` blocks reads; the last token is computed."""
         size = prefix.chain.block_size
         full = min(end, (len(prefix.token_ids) - 1) // size)
+        if group.has_states:
+            return max(0, full // group.ratio * group.ratio - 1)
         return first_block_read(full * size, group.window, size)
 
     # Fetches that end.
@@ -349,11 +378,15 @@ class Fetches:
             self.stats.fetched_tokens += (prefix.found_end - before) * prefix.chain.block_size
         if not complete:
             number, index = fetch.blocks[len(found)]
-            self._note_absent(prefix.chain.digests[index + 1], now)
             self._drop_begun(prefix)
-            prefix.end = prefix.index = prefix.found_end
             if prefix.in_windows is not None:
                 prefix.in_windows.clear()
+            if prefix.in_windows is not None and self._blocks.groups[number].has_states:  # the one before may be there
+                prefix.found_end, found = self._last_checkpoint(prefix.found_end - 1), []
+                prefix.in_windows.extend(self._in_windows(prefix))
+            else:
+                self._note_absent(prefix.chain.digests[index + 1], now)
+            prefix.end = prefix.index = prefix.found_end
         for position, (number, index) in enumerate(found):
             group = self._blocks.groups[number]
             if prefix.in_windows is None and index < self._first_read(prefix, group, prefix.found_end):

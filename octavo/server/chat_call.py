@@ -9,7 +9,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel
@@ -329,15 +329,11 @@ def _marked(
         parts = message.content if isinstance(message.content, list) else []
         ends += [(i, k) for k, part in enumerate(parts) if _seconds_of(part) is not None]
         ends += [(i, -1)] if _seconds_of(message) is not None else []
-    offered = [tool for tool in body.tools or () if isinstance(tool, FunctionTool | CustomTool)]
     marked, ends = [], ends[-MAX_BREAKPOINTS:]
-    room = MAX_BREAKPOINTS - len(ends)
-    if tools.shown is not None and room and (places := [k for k, t in enumerate(offered) if _seconds_of(t)][-room:]):
-        marks, shown = Marks(), list(tools.shown)
-        for k in places:
-            shown[k] = marks.add_to_function(shown[k], _seconds_of(offered[k]))
+    offered = [_seconds_of(tool) for tool in body.tools or () if isinstance(tool, FunctionTool | CustomTool)]
+    if any(offered):
         plain = [message_for_template(message) for message in messages]
-        marked.append(MarkedConversation(marks, plain, replace(tools, shown=shown)))
+        marked += MarkedConversation.with_tools(plain, tools, offered, MAX_BREAKPOINTS - len(ends))
     if ends:
         marks, copies = Marks(), [message_for_template(message) for message in messages]
         for i, k in reversed(ends):  # a mark behind an image is one more part

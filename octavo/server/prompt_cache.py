@@ -144,6 +144,19 @@ class MarkedConversation:
     messages: list[dict[str, Any]]
     tools: RequestTools
 
+    @classmethod
+    def with_tools(
+        cls, messages: list[dict[str, Any]], tools: RequestTools, seconds: Sequence[float | None], room: int
+    ) -> list[MarkedConversation]:
+        """One with marks behind the last ``room`` tools that have any; ``seconds``: of each tool that is shown."""
+        places = [k for k, each in enumerate(seconds) if each is not None][-room:] if room else []
+        if tools.shown is None or not places:
+            return []
+        marks, shown = Marks(), list(tools.shown)
+        for k in places:
+            shown[k] = marks.add_to_function(shown[k], seconds[k])
+        return [cls(marks, messages, replace(tools, shown=shown))]
+
     def of(self, call: ChatCall) -> ChatCall:
         """The call with this conversation."""
         return replace(call, messages=self.messages, tools=self.tools, marked=(), extra_fields=())

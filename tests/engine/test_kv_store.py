@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,44 @@ OPTIONS: dict[str, Any] = {
 }
 PROMPT = [3 + 5 * i % 250 for i in range(90)]
 PARAMS = SamplingParams(temperature=0.8, seed=4, max_tokens=9, ignore_eos=True, logprobs=2)
+
+
+SMALL: dict[str, Any] = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 3, "initializer_range": 0.2}
+HEADS: dict[str, Any] = {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+NEAR = {"state_checkpoint_tokens": 2 * BLOCK}
+
+
+def lfm2() -> Any:
+    from transformers import Lfm2Config
+
+    return Lfm2Config(**SMALL, **HEADS, max_position_embeddings=128, layer_types=["conv", "full_attention", "conv"])
+
+
+def qwen3_5() -> Any:
+    from transformers import Qwen3_5TextConfig
+
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    heads = {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2}
+    return Qwen3_5TextConfig(
+        **SMALL, **HEADS, **heads, max_position_embeddings=128, layer_types=kinds, head_dim=16,
+        linear_num_value_heads=4,
+    )  # fmt: skip
+
+
+def mamba() -> Any:
+    from transformers import MambaConfig
+
+    return MambaConfig(**SMALL, state_size=8, time_step_rank=6, pad_token_id=0)
+
+
+def save_states(config: Any, folder: Path) -> Path:
+    """A network with recurrent states and random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +132,96 @@ def test_another_engine_finds_the_prompt_of_a_model_with_windows(windowed: Path,
     check(windowed, tmp_path)
 
 
-def check(model: Path, folder: Path, **options: Any) -> None:
+@pytest.mark.parametrize(
+    ("config", "options", "found"),
+    [
+        (lfm2, NEAR, 80),
+        (qwen3_5, NEAR, 80),
+        (qwen3_5, NEAR | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, 80),
+        (qwen3_5, NEAR | {"async_scheduling": True}, 80),
+        (mamba, {}, 88),
+        pytest.param(lfm2, NEAR | {"pipeline_parallel_size": 2, "num_threads": 1}, 80, marks=pytest.mark.slow),
+        pytest.param(qwen3_5, NEAR | {"tensor_parallel_size": 2, "num_threads": 1}, 80, marks=pytest.mark.slow),
+    ],
+)
+def test_another_engine_finds_the_last_checkpoint_of_states(
+    tmp_path: Path, config: Any, options: dict[str, Any], found: int
+) -> None:
+    check(save_states(config(), tmp_path / "model"), tmp_path / "kv", found, found, **options)
+
+
+def test_damaged_states_are_not_used(tmp_path: Path) -> None:
+    model, kept = save_states(qwen3_5(), tmp_path / "model"), tmp_path / "kv"
+    first = start(model, kept, **NEAR)
+    alone, _ = answer(first)
+    first.llm_engine.core.shutdown()
+    values = list(kept.glob("??/*"))
+    size = max(file.stat().st_size for file in values)
+    states = [file for file in values if file.stat().st_size == size]
+    assert len(states) == 6 < len(values), "after every 16 of 98 tokens"
+    for file in states:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    second = start(model, kept, **NEAR)
+    assert answer(second) == (alone, 0)
+    end = time.monotonic() + 30
+    while not stores_of(second).tiers[0].damaged:  # until they are reported
+        answer(second, [9])
+        assert time.monotonic() < end, "no damage was found"
+    second.llm_engine.core.shutdown()
+
+
+def test_states_outlive_an_engine_that_is_killed(tmp_path: Path) -> None:
+    model, kept = save_states(lfm2(), tmp_path / "model"), tmp_path / "kv"
+    options = OPTIONS | NEAR | {"skip_tokenizer_init": True, "kv_disk": str(kept), "engine_restarts": 5}
+
+    async def ask(llm: AsyncLLM) -> tuple[Any, int]:
+        async for output in llm.generate("a", PROMPT, PARAMS):
+            last = output
+        assert last.metrics is not None
+        return everything(last), last.metrics.num_cached_tokens
+
+    async def until(holds: Callable[[], bool]) -> None:
+        for _ in range(1500):
+            if holds():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("it did not happen")
+
+    async def is_open(llm: AsyncLLM) -> None:
+        for _ in range(300):
+            stats = (await llm.replica_stats())[0].stores
+            if stats is not None and stats.tiers:
+                return
+            async for _ in llm.generate("b", [9], SamplingParams(max_tokens=2)):
+                pass
+
+    async def serve() -> list[tuple[Any, int]]:
+        llm = await AsyncLLM.start(make_config(model=str(model), **options))
+        try:
+            await is_open(llm)
+            answers = [await ask(llm)]
+            await until(lambda: len(list(kept.glob("??/*"))) >= 98 // 8 + 98 // 16)
+            (before,) = llm.replica_states()
+            assert before.pid is not None
+            os.kill(before.pid, signal.SIGKILL)
+            await until(
+                lambda: (now := llm.replica_states()[0]).status == "ready" and now.pid not in (None, before.pid)
+            )
+            await is_open(llm)
+            return [*answers, await ask(llm)]
+        finally:
+            await llm.shutdown()
+
+    (alone, nothing), (again, cached) = asyncio.run(serve())
+    assert alone == again and (nothing, cached) == (0, 80)
+
+
+def check(model: Path, folder: Path, in_memory: int = 89, found: int = 88, **options: Any) -> None:
     llm = LLM(str(model), skip_tokenizer_init=True, **OPTIONS | options)
     alone, _ = answer(llm)
-    assert answer(llm) == (alone, 89)
+    assert answer(llm) == (alone, in_memory)
     llm.llm_engine.core.shutdown()
 
     first = start(model, folder, **options)
@@ -103,9 +230,9 @@ def check(model: Path, folder: Path, **options: Any) -> None:
     first.llm_engine.core.shutdown()
 
     second = start(model, folder, **options)
-    assert answer(second) == (alone, len(PROMPT) // BLOCK * BLOCK)
+    assert answer(second) == (alone, found)
     stats = stores_of(second)
-    assert stats.fetched_tokens == len(PROMPT) // BLOCK * BLOCK and stats.waiting == 0
+    assert stats.fetched_tokens == found and stats.waiting == 0
     longer, cached = answer(second, [*PROMPT[:48], *PROMPT[70:]])
     assert cached == 48 and longer != alone, "fetched blocks are cached like others"
     second.llm_engine.core.shutdown()

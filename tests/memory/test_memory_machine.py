@@ -163,7 +163,7 @@ class MemoryMachine(RuleBasedStateMachine):
             max_num_batched_tokens=3 * block_size,
             prefix_caching=prefix_caching,
             host_cache=host_cache,
-            stores=None if any(size.state_tokens for size in sizes) else StoreLimits(step_bytes=3, max_known=6),
+            stores=StoreLimits(step_bytes=3, max_known=6),
         )
         #: By digest, the tokens whose last block it names; and of this step, what is read from the stores.
         self.names: dict[bytes, Sequence] = {}
@@ -519,6 +519,8 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         for index in range(first, min(first + count, len(chain))):
             for number, group in enumerate(self.manager.groups):
+                if (index + 1) % group.ratio:
+                    continue  # within the tokens of a block of states
                 had_room = group.device.num_available > 0 or group.cache.find(chain.digests[index + 1]) is not None
                 source = 7, len(self.fetched)
                 self.fetched.append((number, chain.digests[index + 1]))
@@ -528,6 +530,9 @@ class MemoryMachine(RuleBasedStateMachine):
         """The block of a group with this digest."""
         wanted = self.names[digest]
         end = len(wanted.token_ids)
+        if self.manager.groups[number].has_states:
+            state: Block = [State(end - 1, [wanted.entry(number, end - 1)])]
+            return state + [None] * (self.block_size - 1)
         return [wanted.entry(number, position) for position in range(end - self.block_size, end)]
 
     def move(self) -> None:
@@ -538,7 +543,12 @@ class MemoryMachine(RuleBasedStateMachine):
         groups = [(g.number, range(g.device.first, g.device.first + g.device.num_blocks)) for g in self.manager.groups]
         for block, digest in plan.blocks_to_store:
             number = next(number for number, blocks in groups if block in blocks)
-            assert self.worker.device[block] == self.block_named(number, digest), "stored under another's name"
+            stored, wanted = self.worker.device[block], self.block_named(number, digest)
+            end = len(self.names[digest].token_ids)
+            positions = [end - 1] if self.manager.groups[number].has_states else range(end - self.block_size, end)
+            for position in positions:
+                found = self.content(number, stored, position)
+                assert found == self.content(number, wanted, position), "stored under another's name"
         arrived = {target: self.block_named(*self.fetched[index]) for _, index, target in plan.blocks_fetched}
         assert len(arrived) == len(plan.blocks_fetched)
         self.worker.move(self.manager.take_moves(), arrived)

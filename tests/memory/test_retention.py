@@ -158,6 +158,47 @@ def test_a_client_who_holds_little_keeps_it_whatever_others_ask() -> None:
     assert stats is not None and stats.held_blocks <= 16
 
 
+def test_of_conversations_that_take_turns_the_client_keeps_its_share() -> None:
+    def hits(hints: bool) -> int:
+        blocks = manager()  # 4 blocks may be held by one client, and a conversation has 8
+        hit = 0
+        for turn in range(12):
+            tokens = prompt(8, 1000 * (turn % 3))
+            if hints:
+                hold(blocks, tokens)
+            hit += serve(blocks, tokens)
+        return hit
+
+    assert hits(hints=False) == 0
+    assert hits(hints=True) == 2 * 4 * SIZE  # from its third turn on, that of the first
+
+
+def test_a_conversation_that_does_not_come_back_gives_way() -> None:
+    blocks = manager()
+    for name in "abcabc":
+        hold(blocks, prompt(8, 1000 * ord(name)), key=name)
+    held = {name: hold(blocks, prompt(8, 1000 * ord(name)), key=name) for name in "abc"}
+    assert held == {"a": 4 * SIZE, "b": 0, "c": 0}
+    assert [hold(blocks, prompt(8, 1000 * ord(name)), key=name) for name in "bcb"] == [4 * SIZE, 0, 4 * SIZE]
+
+
+def test_a_new_conversation_is_held_at_once() -> None:
+    blocks = manager(32)  # 8 blocks for one client
+    for name in "aab":
+        assert hold(blocks, prompt(4, 1000 * ord(name)), key=name) == 4 * SIZE
+    assert hold(blocks, prompt(4, 1000 * ord("c")), key="c") == 4 * SIZE  # in the place of b, which came once
+    assert hold(blocks, prompt(8, 1000 * ord("d")), key="d") == 8 * SIZE
+    assert hold(blocks, prompt(4, 1000 * ord("a")), key="a") == 4 * SIZE
+
+
+def test_a_growing_conversation_takes_the_room_that_others_leave() -> None:
+    blocks = manager(32)  # 8 blocks for one client
+    for name in "abab":
+        assert hold(blocks, prompt(3, 1000 * ord(name)), key=name) == 3 * SIZE
+    assert hold(blocks, prompt(9, 1000 * ord("a")), key="a") == 5 * SIZE
+    assert hold(blocks, prompt(9, 1000 * ord("b")), key="b") == 3 * SIZE
+
+
 def test_an_operators_prefix_stays_until_it_is_released() -> None:
     blocks = manager(32)
     pinned = prompt(4, 500)
@@ -253,6 +294,8 @@ class Held:
     key: object
     digests: list[bytes]
     expires: float
+    used: int
+    gap: int | None
 
 
 @dataclass
@@ -261,6 +304,9 @@ class Model:
 
     limit: int
     holdings: list[Held] = field(default_factory=list)
+    #: By client: its requests, and the last uses of what it does not hold any more.
+    requests: dict[str, int] = field(default_factory=dict)
+    past: dict[str, dict[object, int]] = field(default_factory=dict)
 
     def charge(self, client: str) -> int:
         return len({digest for one in self.holdings if one.client == client for digest in one.digests})
@@ -270,25 +316,40 @@ class Model:
         return {digest for one in self.holdings for digest in one.digests}
 
     def hold(self, client: str, name: str, digests: list[bytes], expires: float) -> None:
+        if not any(one.client == client for one in self.holdings):
+            self.requests[client], self.past[client] = -1, {}
+        self.requests[client] += 1
+        now, past = self.requests[client], self.past[client]
         digests = digests[: self.limit // 2]
         if not digests:
             return
         key = name or digests[-1]
-        same = [one for one in self.holdings if (one.client, one.key) == (client, key)]
-        if same and same[0].digests == digests:
-            expires = max(expires, same[0].expires)
-        newest = Held(client, key, digests, expires)
-        self.holdings = [
+        replaced = [
             one
             for one in self.holdings
-            if one.client != client or not (one.key == key or (one.key in digests[:-1] and one.expires <= expires))
+            if one.client == client and (one.key == key or (one.key in digests[:-1] and one.expires <= expires))
         ]
-        self.holdings.append(newest)
+        uses = [one.used for one in replaced] + [past.pop(k) for k in (key, *digests[:-1]) if k in past]
+        gap = now - max(uses) if uses else None
+        expires = max([expires, *(one.expires for one in replaced if (one.key, one.digests) == (key, digests))])
+        newest = Held(client, key, digests, expires, now, gap)
+        self.holdings = [one for one in self.holdings if one not in replaced] + [newest]
+        others = [one for one in self.holdings if one.client == client and one is not newest]
+        for one in [*(one for one in others if one.gap is None), *(one for one in others if one.gap is not None)]:
+            waits = one.gap is not None and gap is not None and now - one.used <= gap
+            if self.charge(client) > self.limit // 2 and not waits:
+                self.displace(one)
         while self.charge(client) > self.limit // 2:
-            self.holdings.remove(next(one for one in self.holdings if one.client == client))
+            newest.digests.pop()
+        if not newest.digests:
+            self.displace(newest)
         while len(self.held) > self.limit:
             most = max({one.client for one in self.holdings}, key=lambda c: (self.charge(c), c == client))
-            self.holdings.remove(next(one for one in self.holdings if one.client == most))
+            self.displace(next(one for one in self.holdings if one.client == most))
+
+    def displace(self, one: Held) -> None:
+        self.holdings.remove(one)
+        self.past[one.client][one.key] = one.used
 
 
 class RetentionMachine(RuleBasedStateMachine):

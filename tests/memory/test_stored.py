@@ -147,6 +147,18 @@ def test_while_sequences_run_writes_take_a_share_of_processor_time() -> None:
     assert [named(second, False) for second in (3.0, 3.5)][1] == 8
 
 
+def test_blocks_that_a_prompt_has_found_are_named_first() -> None:
+    manager = make(num_blocks=64, step_bytes=3)
+    once, again = list(range(40)), list(range(100, 120))
+    compute(manager, once)
+    compute(manager, again, seq_id=1)
+    manager.prefixes.adopt(2, manager.prefixes.match([*again, 0], chain_of(manager, again)))
+    manager.free(2)
+    named = [[digest for _, digest in take(manager).blocks_to_store] for _ in range(6)]
+    first, second = chain_of(manager, again).digests[1:], chain_of(manager, once).digests[4:]  # three are named before
+    assert named == [first[:3], [*first[3:], second[0]], second[1:4], second[4:], [], []]
+
+
 def test_a_block_that_a_worker_had_no_room_for_is_named_again_first() -> None:
     manager = make(step_bytes=2)
     compute(manager)

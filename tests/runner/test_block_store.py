@@ -19,7 +19,6 @@ from octavo.executor.uniproc import without_clock
 from octavo.kernels import load_kernels
 from octavo.kvstore.namespace import store_key
 from octavo.kvstore.store import KVStore
-from octavo.models.config_files import read_model_config
 from octavo.runner.block_store import BlockStore, BufferPool, Stores, namespace_facts
 from octavo.runner.cache_engine import CacheEngine, DraftedBlocks, KVLayers
 from octavo.runner.loaded_model import LoadedModel
@@ -67,10 +66,10 @@ class Engine:
         plan, result = StepPlan(step=self.steps, **fields), StepResult(self.steps)
         self.store.begin(plan.fetch)
         WorkerPreparations({}).apply(plan, result, self.store.pending)
-        self.store.report(plan, result)
         self.cache.move(plan)
         result.not_stored = self.store.take_refused()
         self.store.drop(plan.drop_fetches)
+        self.store.report(result)
         return result
 
     def fetch(self, fetch_id: int, *blocks: tuple[int, bytes]) -> int:
@@ -194,6 +193,26 @@ def test_seconds_of_fetches_stand_beside_their_blocks(make: Any) -> None:
     assert all(0 < seconds < 10 for _, seconds in times)
 
 
+def test_all_fetches_of_a_plan_are_looked_up_before_one_is_read(make: Any) -> None:
+    calls: list[str] = []
+
+    class Recorded(MemoryStore):
+        def contains(self, keys: Sequence[bytes]) -> int:
+            calls.append("contains")
+            return super().contains(keys)
+
+        def read(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> int:
+            calls.append("read")
+            return super().read(keys, values)
+
+    engine = make(Recorded())
+    engine.step(blocks_to_store=[(1, b"one")])
+    engine.flush()
+    engine.step(fetch=[Fetch(1, [(0, b"one")]), Fetch(2, [(0, b"x")]), Fetch(3, [(0, b"one")])])
+    assert [fetch.done.result(10)[0] for fetch in engine.store._fetches.values()] == [1, 0, 1]
+    assert calls == [*["contains"] * 3, *["read"] * 2]
+
+
 def test_the_tiers_complete_each_other_and_the_nearest_gets_all(make: Any) -> None:
     disk, shared = MemoryStore("disk"), MemoryStore("shared")
     engine = make(disk, shared)
@@ -251,7 +270,7 @@ def test_a_fetch_waits_for_memory_and_takes_no_more_than_there_is(make: Any) -> 
 
     def result() -> dict[int, int]:
         report = StepResult(1)
-        waiting.report(StepPlan(step=1), report)
+        waiting.report(report)
         return report.fetched
 
     waiting.begin([Fetch(1, [(0, name) for name in names])])
@@ -364,7 +383,7 @@ def test_a_stage_without_layers_of_a_group_has_its_blocks() -> None:
         assert blocks.pending[-1].result(10)[0] == count
         cache.move(StepPlan(step=2, blocks_fetched=[(count, 0, 3)]))
         report = StepResult(1)
-        blocks.report(StepPlan(step=3), report)
+        blocks.report(report)
         blocks.drop([count])
     blocks.close()
     assert len(store.values) == 1
@@ -498,8 +517,6 @@ def test_options_that_cannot_work_are_refused(network: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["kv_disk", "kv_store"])
 def test_models_and_executors_that_cannot_use_stores_refuse_them(tmp_path: Path, name: str) -> None:
-    from transformers import MambaConfig
-
     place = {"kv_disk": str(tmp_path / "kv"), "kv_store": "redis://user:secret@localhost"}[name]
     options = make_config(model="m", load_format="dummy", kernels="reference", **{name: place})
     with pytest.raises(ConfigError, match=f"{name} is for models that generate text"):
@@ -508,9 +525,6 @@ def test_models_and_executors_that_cannot_use_stores_refuse_them(tmp_path: Path,
         options.for_encoder_decoder("cpu", 128)
     with pytest.raises(ConfigError, match=f"{name} depends on time"):
         without_clock(options, policy_uses_clock=False)
-    MambaConfig(hidden_size=32, num_hidden_layers=2, architectures=["MambaForCausalLM"]).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=f"{name} keeps no recurrent states, which MambaForCausalLM has: leave it"):
-        LoadedModel(options, read_model_config(tmp_path), tmp_path, "float32")
 
 
 def test_a_worker_without_stores_has_no_thread_for_them(network: Path) -> None:

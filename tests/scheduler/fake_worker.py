@@ -989,8 +989,11 @@ def check_fetches(engine: Engine) -> None:
     followers = [group.group_id for prefix in prefixes.values() for group in prefix.followers]
     assert held == waiting | {*followers} and len(held) == len(waiting) + len(followers) == fetches.counts().waiting
     assert prefixes.keys() <= queues.groups.keys()
-    begun = {fetch.fetch_id for prefix in prefixes.values() for fetch in prefix.begun}
-    assert len(begun) <= fetches.limits.max_fetches
+    sizes = {fetch.fetch_id: fetch.num_bytes for prefix in prefixes.values() for fetch in prefix.begun}
+    begun, limits = sizes.keys(), fetches.limits
+    assert len(begun) <= limits.max_fetches or (
+        len(begun) <= limits.max_small_fetches and sum(sizes.values()) - max(sizes.values()) < limits.fetch_bytes
+    )
     assert set(fetches._unreported) == {
         fetch.fetch_id for prefix in prefixes.values() for fetch in prefix.begun if fetch.num_found is None
     }

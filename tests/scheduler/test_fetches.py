@@ -192,6 +192,15 @@ def test_what_the_stores_lack_is_not_asked_for_by_each_of_many() -> None:
     assert engine.worker.stores.num_begun == 1
 
 
+def test_short_prompts_that_come_at_once_are_looked_up_at_once() -> None:
+    engine = make(FakeStores(0, lossy=False), limits=StoreLimits(fetch_bytes=12, max_fetches=2))
+    for group_id in range(1, 8):
+        engine.add(request(group_id, 8, max_tokens=3))  # of two blocks
+    assert [len(engine.step().fetch) for _ in range(2)] == [6, 1]
+    assert engine.queues[0] == [7], "computed in one step"
+    finish(engine)
+
+
 @pytest.mark.parametrize("window", [3, 9, 30])
 def test_of_windows_the_blocks_that_the_next_token_reads_are_fetched(window: int) -> None:
     groups = [GroupBlocks(64), GroupBlocks(64, window=window)]
@@ -267,9 +276,48 @@ def test_a_reset_of_the_prefix_cache_drops_fetches_and_writes() -> None:
     finish(engine)
 
 
-def test_states_have_no_stores() -> None:
-    with pytest.raises(ValueError, match="states"):
-        BlockManager([GroupBlocks(8, state_tokens=4)], 4, prefix_caching=True, stores=StoreLimits())
+STATES = [GroupBlocks(64), GroupBlocks(16, window=2, state_tokens=3 * BLOCK)]
+
+
+def test_of_states_the_last_checkpoint_in_the_prefix_is_fetched() -> None:
+    stores = filled(STATES)
+    engine = make(stores, STATES)
+    answer = engine.add(request(1, [*PROMPT, 1, 2, 3], max_tokens=3))
+    finish(engine)
+    assert answer.group.totals.num_cached_tokens == 9 * BLOCK
+    asked = [key for plan in engine.plans for fetch in plan.fetch for key in fetch.blocks]
+    assert [group for group, _ in asked] == [*[0] * 9, 1] and stores.num_placed == 10
+
+
+def test_without_the_last_checkpoint_the_one_before_is_fetched() -> None:
+    stores = filled(STATES)
+    states = sorted((stores.ends[digest], digest) for group, digest in stores.values if group == 1)
+    assert [end for end, _ in states] == [11, 23, 35]
+    del stores.values[1, states[-1][1]]
+    engine = make(stores, STATES)
+    answer = engine.add(request(1, PROMPT, max_tokens=3))
+    finish(engine)
+    assert answer.group.totals.num_cached_tokens == 6 * BLOCK
+
+
+def test_states_in_memory_behind_those_of_the_stores_are_kept() -> None:
+    engine = make(filled(STATES), STATES)
+    engine.add(request(1, PROMPT[:38], max_tokens=3))
+    finish(engine)
+    placed = engine.worker.stores.stores.num_placed if engine.worker.stores is not None else 0
+    answer = engine.add(request(2, [*PROMPT[:38], 1, 2, 3, 4, 5, 6], max_tokens=3))
+    finish(engine)
+    assert answer.group.totals.num_cached_tokens == 38
+    assert engine.worker.stores is not None and engine.worker.stores.stores.num_placed == placed
+
+
+def test_of_states_alone_the_last_checkpoint_is_placed() -> None:
+    groups = [GroupBlocks(16, window=2, state_tokens=BLOCK)]
+    stores = filled(groups)
+    engine = make(stores, groups)
+    answer = engine.add(request(1, [*PROMPT, 1, 2], max_tokens=3))
+    finish(engine)
+    assert answer.group.totals.num_cached_tokens == 40 and stores.num_placed == 1
 
 
 # Faults planted: the machine of the scheduler finds each of them.

@@ -583,9 +583,10 @@ def test_generated_traffic_with_images(first: int, count: int) -> None:
     run_cases(first, count, WITH_WINDOWS if first == 4000 else None, images=True, adapters=first == 3000)
 
 
-@pytest.mark.parametrize(("first", "count"), parts([0, 1, 2, 3], 200, by_default=[0, 1, 2], few=25))
+@pytest.mark.parametrize(("first", "count"), parts([0, 1, 2, 3, 4], 200, by_default=[0, 1, 2, 4], few=25))
 def test_generated_traffic_with_stores(first: int, count: int) -> None:
-    run_cases(first, count, WITH_WINDOWS if first == 1000 else None, stores=True, images=first == 2000)
+    groups = {1000: WITH_WINDOWS, 4000: WITH_STATES}.get(first)
+    run_cases(first, count, groups, stores=True, images=first == 2000)
 
 
 @pytest.mark.slow

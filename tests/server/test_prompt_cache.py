@@ -20,6 +20,8 @@ from octavo.server.anthropic import MessagesRequest, chat_call
 from octavo.server.chat_call import read_chat
 from octavo.server.fields import QueuedFields
 from octavo.server.openai.protocol import ChatCompletionRequest
+from octavo.server.openai.response_protocol import ResponsesRequest
+from octavo.server.openai.response_request import ResponseInput, conversation, read_response_tools, response_call
 from octavo.server.prompt_cache import cache_hints, common_prefix, ends_of_marks
 from tests.server.answers import named_events
 from tests.server.running_server import Running, Serve
@@ -141,6 +143,51 @@ def test_openai_bodies_may_have_marks_of_both_apis() -> None:
     tools, messages = read_chat(SERVICE, request, request.messages).marked
     assert tools.marks.seconds == [300.0] and messages.marks.seconds == [3600.0]
     assert messages.marks.ends("one", messages.messages[1]["content"]) == [3]
+
+
+def response_prefixes(**fields: Any) -> list[tuple[str, float]]:
+    """As ``prefixes``, of a request of the Responses API."""
+    body = ResponsesRequest.model_validate({"model": "tiny", **fields})
+    assert isinstance(body.input, list)
+    inputs = ResponseInput(
+        None, body.input, 0, *conversation(body, body.input, []), *read_response_tools(SERVICE, body)
+    )
+    call = response_call(body, inputs)
+
+    async def render(one: Any) -> str:
+        return render_chat(CHATML, one.messages, tools=one.tools.shown)
+
+    prompt = asyncio.run(render(call))
+    return [(prompt[:end], seconds) for end, seconds in asyncio.run(ends_of_marks(call, prompt, render))]
+
+
+def test_responses_obey_marks_of_both_apis() -> None:
+    explicit = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    output = [{"type": "input_text", "text": "seen", **explicit}, {"type": "input_text", "text": "more"}]
+    found = response_prefixes(
+        instructions="be short",
+        tools=[
+            {"type": "function", "name": "f", "description": "Looks.", "parameters": {}, "cache_control": HOUR},
+            {"type": "function", "name": "g", "description": "Listens.", "parameters": {}},
+        ],
+        input=[
+            {"role": "system", "content": "and kind", "cache_control": EPHEMERAL},
+            {"role": "user", "content": [{"type": "input_text", "text": "one", **explicit}]},
+            call,
+            {"type": "function_call_output", "call_id": "1", "output": output},
+        ],
+    )
+    assert [(prompt[-8:], seconds) for prompt, seconds in found] == [
+        ('ers": {}', 3600.0),
+        ("and kind", 300.0),
+        ("user\none", 1800.0),
+        ("ool\nseen", 1800.0),
+    ]
+    many = [{"type": "input_text", "text": c, **explicit} for c in "abcde"]
+    found = response_prefixes(input=[{"role": "user", "content": many}])
+    assert [prompt[-1] for prompt, _ in found] == ["b", "c", "d", "e"]
+    assert response_prefixes(input=[{"role": "user", "content": "hi"}]) == []
 
 
 def test_an_automatic_mark_stands_at_the_last_block() -> None:

@@ -90,7 +90,8 @@ scheduler  processor time of schedule and update in a step, in microseconds, wit
            and those of the blocks count, others are refused; the slowest of 1,000 steps also by the clock, with the
            time of other processes; and how often the garbage collector ran in them, by generation
 executor   microseconds from a step's plan to its result, without a model, for the workers of the parallelism options
-calibrate  seconds of steps of a model, and the profile for 'octavo simulate' that fits them; wants a quiet machine
+calibrate  seconds of steps of a model, and the profile for 'octavo simulate' that fits them; wants a quiet machine.
+           With --kv-disk DIR, what a KV store in this folder costs, too
 simulation workloads on the engine, by the clock, and the same simulated with a profile: how far the figures differ;
            medians of --rounds, a disturbed run is repeated up to --again times and marked with * if that did not help
 failover   a server's replica is killed under load, or drained for a while, or all are restarted one after the other

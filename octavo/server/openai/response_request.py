@@ -7,13 +7,14 @@ import bisect
 import itertools
 import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 from starlette.requests import Request
 
+from octavo.core.cache_hints import MAX_BREAKPOINTS
 from octavo.core.errors import CONTEXT_LENGTH, InvalidRequestError
 from octavo.core.sampling_params import StructuredOutputsParams
 from octavo.server.answer_format import AnswerFormat
@@ -42,6 +43,7 @@ from octavo.server.openai.response_protocol import (
     ReasoningParam,
     ToolChoiceParam,
 )
+from octavo.server.prompt_cache import MarkedConversation, Marks, seconds_of
 from octavo.server.state import ServerState, StoredResponse, responses_of, state_of
 
 ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
@@ -153,6 +155,7 @@ def response_call(body: InputTokensRequest, inputs: ResponseInput) -> ChatCall:
     return ChatCall(
         messages=inputs.messages,
         tools=inputs.tools,
+        marked=_marked(body, inputs),
         variables=body.chat_template_kwargs or {},
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         fields=generation_fields(body, stream=streams, stream_options=None),
@@ -162,6 +165,59 @@ def response_call(body: InputTokensRequest, inputs: ResponseInput) -> ChatCall:
         top_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or []) else None,
         names={**_NAMES, **{f"messages[{i}]": path for i, path in enumerate(inputs.paths)}},
     )
+
+
+def _marked(body: InputTokensRequest, inputs: ResponseInput) -> list[MarkedConversation]:
+    """The conversation with its last marks, at most ``MAX_BREAKPOINTS``."""
+    earlier = [] if inputs.earlier is None else inputs.earlier.items
+    places = [(place, seconds) for place in _places(inputs.all_items()) if (seconds := _seconds_of(place)) is not None]
+    places = places[-MAX_BREAKPOINTS:]
+    by_name: dict[str, float | None] = {}
+    for tool in body.tools or ():
+        namespace, tools = (tool.name, tool.tools) if isinstance(tool, Namespace) else (None, [tool])
+        by_name |= {
+            _function_name(one.name, namespace): _seconds_of(one)
+            for one in tools
+            if isinstance(one, FunctionTool | CustomTool)
+        }
+    offered = [by_name.get(shown["function"]["name"]) for shown in inputs.tools.shown or ()]
+    marked = MarkedConversation.with_tools(inputs.messages, inputs.tools, offered, MAX_BREAKPOINTS - len(places))
+    if places:
+        behind = _MarksBehind(Marks(), {id(place): seconds for place, seconds in places})
+        messages, _ = conversation(body, inputs.items, earlier, behind)
+        marked.append(MarkedConversation(behind.marks, messages, inputs.tools))
+    return marked
+
+
+def _places(items: Iterable[InputItem]) -> Iterator[MessageItem | InputPart | ImageInputPart]:
+    """Where marks may stand, in the order of the prompt: behind the parts of an item, and behind a whole message."""
+    for item in items:
+        content = item.content if isinstance(item, MessageItem) else getattr(item, "output", None)
+        yield from content if isinstance(content, list) else ()
+        if isinstance(item, MessageItem):
+            yield item
+
+
+def _seconds_of(marked: Any) -> float | None:
+    return seconds_of(marked.cache_control, getattr(marked, "prompt_cache_breakpoint", None))
+
+
+@dataclass(frozen=True, slots=True)
+class _MarksBehind:
+    """Adds marks behind messages and parts."""
+
+    marks: Marks
+    #: By the id of the object.
+    seconds: Mapping[int, float]
+
+    def add_to_message(self, content: str | list[Message], item: MessageItem) -> str | list[Message]:
+        seconds = self.seconds.get(id(item))
+        return (
+            self.marks.add(content, seconds) if isinstance(content, str) else self.marks.add_to_parts(content, seconds)
+        )
+
+    def add_to_part(self, shown: Message, part: InputPart | ImageInputPart) -> list[Message]:
+        return self.marks.add_to_parts([shown], self.seconds.get(id(part)))
 
 
 def _answer_format(body: InputTokensRequest) -> AnswerFormat | None:
@@ -215,7 +271,8 @@ async def _truncate(service: ServerState, request: Request, call: ChatCall) -> t
         kept = [*range(head), *range(cut, len(messages))]
         names = dict(call.names)
         names |= {f"messages[{i}]": call.names.get(f"messages[{k}]", "input") for i, k in enumerate(kept)}
-        shorter = replace(call, messages=[messages[k] for k in kept], names=names)
+        marked = [replace(one, messages=[one.messages[k] for k in kept]) for one in call.marked]
+        shorter = replace(call, messages=[messages[k] for k in kept], marked=marked, names=names)
         return shorter, await make_chat_prompt(service, request, shorter)
 
     texts: list[int] = []  # tokens of the messages that each cut keeps
@@ -275,14 +332,14 @@ async def _count_tokens(service: ServerState, messages: list[Message], head: int
 
 
 def conversation(
-    body: InputTokensRequest, items: list[InputItem], earlier: list[InputItem]
+    body: InputTokensRequest, items: list[InputItem], earlier: list[InputItem], marks: _MarksBehind | None = None
 ) -> tuple[list[Message], list[str]]:
     """The chat messages of a request: its instructions, the items that it continues, and its input; and their paths.
 
     Instructions and leading system messages become one message: many templates accept only one.
     """
     paths: list[str] = []
-    messages = messages_of(items, earlier, paths)
+    messages = messages_of(items, earlier, paths, marks)
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
         paths.insert(0, "instructions")
@@ -296,7 +353,10 @@ def conversation(
 
 
 def messages_of(
-    items: Sequence[InputItem], earlier: Sequence[InputItem], paths: list[str] | None = None
+    items: Sequence[InputItem],
+    earlier: Sequence[InputItem],
+    paths: list[str] | None = None,
+    marks: _MarksBehind | None = None,
 ) -> list[Message]:
     """The chat messages of items; consecutive reasoning, text and tool calls are one message of the assistant.
 
@@ -317,7 +377,9 @@ def messages_of(
         for i, item in enumerate(part):
             path = f"{name}[{i}]"
             if isinstance(item, MessageItem):
-                content = _content(item.content, f"{path}.content")
+                content = _content(item.content, f"{path}.content", marks)
+                if marks is not None:
+                    content = marks.add_to_message(content, item)
                 if item.role != "assistant":
                     current = None
                     messages.append({"role": item.role, "content": content})
@@ -341,7 +403,7 @@ def messages_of(
                 if item.call_id not in call_ids:
                     raise invalid_at(f"{path}.call_id", f"there is no function call {item.call_id[:100]!r} before it")
                 current = None
-                output = _content(item.output, f"{path}.output")
+                output = _content(item.output, f"{path}.output", marks)
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
                 paths.append(path)
             elif isinstance(item, ReasoningParam):
@@ -359,20 +421,21 @@ def messages_of(
     return messages
 
 
-def _content(value: Content, path: str) -> str | list[Message]:
+def _content(value: Content, path: str, marks: _MarksBehind | None) -> str | list[Message]:
     """A text, or parts if there are images: templates write nothing between parts."""
     if isinstance(value, str):
         return value
-    if all(isinstance(part, InputPart) for part in value):
-        return "\n".join(part.text for part in value if isinstance(part, InputPart))
     parts: list[Message] = []
     for i, part in enumerate(value):
         if isinstance(part, InputPart):
-            parts.append({"type": "text", "text": part.text})
+            shown: Message = {"type": "text", "text": part.text}
         elif part.image_url is None:
             raise invalid_at(f"{path}[{i}].image_url", "it is missing")
         else:
-            parts.append({"type": "image_url", "image_url": {"url": part.image_url}})
+            shown = {"type": "image_url", "image_url": {"url": part.image_url}}
+        parts += [shown] if marks is None else marks.add_to_part(shown, part)
+    if all(isinstance(part, InputPart) for part in value):
+        return "\n".join(part["text"] for part in parts)
     return parts
 
 

@@ -8,6 +8,7 @@ import math
 import random
 import sys
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ import pytest
 from octavo.cli.main import main
 from octavo.config.engine_config import make_config
 from octavo.core.errors import ConfigError
-from octavo.lab.bench import validate
+from octavo.kvstore.disk import DiskStore
+from octavo.lab.bench import calibrate_disk, validate
 from octavo.lab.bench.calibrate import MeasuredStep, fit_profile, median_steps, relative_fit
 from octavo.lab.bench.calibrate_server import overhead
 from octavo.lab.bench.serve_client import RequestOutcome
-from octavo.lab.simulate.step_profile import Overhead, load_profile
+from octavo.lab.simulate.step_profile import Overhead, StoreCosts, load_profile
 from octavo.lab.simulate.work import StepWork
 from octavo.lab.workloads.arrivals import Gamma
 from octavo.lab.workloads.lengths import Constant
@@ -125,13 +127,44 @@ def test_a_simulation_follows_a_pace_that_changes() -> None:
     assert later[:10].sum() < slow[:10].sum() and later[-5:] == pytest.approx(slow[-5:], rel=0.01)
 
 
+def test_a_disk_costs_what_its_calls_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only the store's calls advance."""
+    now = 0.0
+    monkeypatch.setattr(calibrate_disk.time, "perf_counter", lambda: now)
+
+    class Timed(DiskStore):
+        def read(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> int:
+            nonlocal now
+            now += 3e-3 + 2e-6 * sum(value.nbytes for value in values)
+            return super().read(keys, values)
+
+        def write(self, keys: Sequence[bytes], values: Sequence[memoryview]) -> int:
+            nonlocal now
+            now += len(keys) * 3e-3 + 5e-6 * sum(value.nbytes for value in values)
+            return super().write(keys, values)
+
+    monkeypatch.setattr(calibrate_disk, "DiskStore", Timed)
+    found = calibrate_disk.calibrate_disk(str(tmp_path / "new"), 5000, rounds=2)
+    assert (found.call, found.read, found.write) == pytest.approx((3e-3, 2e-6, 5e-6))
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError):
+        calibrate_disk.calibrate_disk(str(tmp_path / "file"), 5000)
+
+
 def test_a_calibrated_profile_can_be_simulated_and_compared(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "profile.json"
     engine = [str(tiny_model), "--num-gpu-blocks-override", "200", "--max-num-seqs", "16"]
-    assert main(["bench", "calibrate", *engine, "--rounds", "2", "--with-server", "--json", str(file)]) == 0
+    disk = ["--kv-disk", str(tmp_path / "kv")]
+    assert main(["bench", "calibrate", *engine, *disk, "--rounds", "2", "--with-server", "--json", str(file)]) == 0
     found = load_profile(str(file))
+    assert (
+        found.disk.read > 0
+        and found.disk != StoreCosts(call=100e-6, read=4e-10, write=8e-10)
+        and not list((tmp_path / "kv").iterdir())
+    )
     assert found.origin == "fitted" and found.errors["all"].steps > 100
     assert found.kv_cache_tokens == 3200 and found.offline.request > 0 and found.moved > 0
     assert 0 < found.server.arrival == found.server.answer < 1
