@@ -57,13 +57,16 @@ def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
     return (127 + 120 * np.stack(waves, axis=-1)).astype(np.uint8)
 
 
-def save_tokenizer(folder: Path, image: str = "<image>") -> int:
-    """A tokenizer of bytes; how many tokens it has. The chat template writes ``image`` for an image."""
+def save_tokenizer(folder: Path, image: str = "<image>", *more: str) -> int:
+    """A tokenizer of bytes; how many tokens it has. The chat template writes ``image`` for an image.
+
+    ``more``: special tokens, which are the last.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*SPECIAL, *letters])}
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *letters, *more])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -71,7 +74,7 @@ def save_tokenizer(folder: Path, image: str = "<image>") -> int:
         tokenizer_object=tokenizer,
         bos_token="<bos>",
         eos_token="<eos>",
-        additional_special_tokens=SPECIAL[2:],
+        additional_special_tokens=[*SPECIAL[2:], *more],
         chat_template=CHAT_TEMPLATE.replace("IMAGE", image),
     ).save_pretrained(folder)
     return len(vocab)
@@ -147,27 +150,59 @@ def save_gemma3(folder: Path) -> Any:
     return _save(folder, Gemma3ForConditionalGeneration(config))
 
 
-def save_gemma4(folder: Path) -> Any:
-    """Gemma 4 as E2B, with up to 16 features of 12 x 12 pixels for an image, and its transformers model."""
-    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+def save_gemma4(folder: Path, kind: str = "small") -> Any:
+    """Gemma 4 whose images have up to 70 features of 12 x 12 pixels, and its transformers model.
 
-    vocab = save_tokenizer(folder, "<image_soft_token>")
-    text = _TEXT | {"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": 24}
-    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
-    text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": vocab, "use_double_wide_mlp": True}
-    vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3}
-    vision |= {"num_key_value_heads": 3, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 3}
-    config = Gemma4Config(
-        text_config={"model_type": "gemma4_text", **text, "vocab_size": vocab, "pad_token_id": 0},
-        vision_config={"model_type": "gemma4_vision", **vision, "position_embedding_size": 64},
-        image_token_id=SPECIAL.index("<image_soft_token>"),
-        boi_token_id=SPECIAL.index("<start_of_image>"),
-        eoi_token_id=SPECIAL.index("<end_of_image>"),
+    ``kind``: small, with per-layer inputs, and bounds of the tower's matrices; large, whose images see themselves; or
+    unified, without a tower.
+    """
+    import torch
+    import transformers
+
+    vocab = save_tokenizer(folder, "<|image|>", "<|image>", "<|image|>", "<image|>")
+    is_unified, name = kind == "unified", "Gemma4Unified" if kind == "unified" else "Gemma4"
+    prefix = "gemma4_unified" if is_unified else "gemma4"
+    text: dict[str, Any] = _TEXT | {
+        **{"model_type": f"{prefix}_text", "vocab_size": vocab, "num_hidden_layers": 4, "pad_token_id": 0},
+        **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 24, "final_logit_softcapping": 5.0},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+    if kind == "small":
+        text |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": vocab}
+    else:
+        text |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
+        text |= {} if is_unified else {"hidden_size_per_layer_input": 0}
+    vision: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16, "position_embedding_size": 80}
+    vision |= {"use_clipped_linears": kind == "small", "standardize": kind == "large"}
+    if is_unified:
+        vision = {"mm_embed_dim": 40, "mm_posemb_size": 80, "output_proj_dims": 40}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text,
+        vision_config={"model_type": f"{prefix}_vision", **vision, "patch_size": 4, "pooling_kernel_size": 3},
+        **{"boi_token_id": vocab - 3, "image_token_id": vocab - 2, "eoi_token_id": vocab - 1},
         **{"video_token_id": vocab + 1, "audio_token_id": vocab + 2},
     )
-    settings = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 3}
-    _write(folder, {**settings, "max_soft_tokens": 16, "do_normalize": False})
-    return _save(folder, Gemma4ForConditionalGeneration(config))
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    with torch.no_grad():
+        for index, (buffer, values) in enumerate(model.named_buffers()):
+            if "vision_tower" in buffer and buffer.endswith(("_min", "_max")):
+                values.fill_((1.0 + index % 5 / 4) * (-1 if buffer.endswith("_min") else 1))
+            elif buffer.endswith(("std_bias", "std_scale", "layer_scalar")):
+                values.copy_(torch.linspace(0.5, 1.5, values.numel()).reshape(values.shape))
+    _write(
+        folder,
+        {
+            **{"image_processor_type": f"{name}ImageProcessor", "patch_size": 4, "pooling_kernel_size": 3},
+            **{"max_soft_tokens": 70, "do_normalize": False, "rescale_factor": 1 / 255},
+        },
+    )
+    return _save(folder, model)
 
 
 def save_mistral3(folder: Path) -> Any:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 #: Texts before and after an image, by family; a template that writes images writes them too.
-_AROUND = {"qwen2_5_vl": ("<|vision_start|>", "<|vision_end|>")}
+_AROUND = dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), ("<|vision_start|>", "<|vision_end|>"))
 
 
 class ImagePrompts:

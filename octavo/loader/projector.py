@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 #: The tensors of a tower in a network.
 _TOWER = "tower."
 _BLOCK = re.compile(r"v\.blk\.(\d+)\.")
+_MIN_PIXELS, _MAX_PIXELS = "vision.image_min_pixels", "vision.image_max_pixels"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,28 @@ class Projector:
             raise WeightError(f"clip.{key} must be three numbers, not {values!r:.80}", file=self.m.file.path)
         return [float(str(np.float32(value))) for value in values]
 
+    def numbers(self, key: str) -> list[int]:
+        """The integers of an array, none below 0; empty if the file has no such array."""
+        values = np.ravel(self.m.file.metadata.get(f"clip.{key}", ()))
+        if values.size and (values.dtype.kind not in "iu" or (values < 0).any()):
+            problem = f"clip.{key} must be integers from 0 on, not {values.tolist()!r:.80}"
+            raise WeightError(problem, file=self.m.file.path)
+        return [int(value) for value in values]
+
+    def shape(self, tensor: str, dimensions: int) -> tuple[int, ...]:
+        """The shape of a tensor that must have this number of dimensions."""
+        entry = self.m.file.tensors.get(tensor)
+        if entry is None or len(entry.shape) != dimensions:
+            raise WeightError(f"has no tensor {tensor!r} with {dimensions} dimensions", file=self.m.file.path)
+        return tuple(entry.shape)
+
+    def bounds(self, side: int, **keys: str) -> dict[str, int]:
+        """Settings of the number of an image's features, of ``side`` x ``side`` pixels, by keys that bound its pixels.
+
+        Published files have no such keys: the default of the image processor then applies.
+        """
+        return {name: self.m.integer(key) // side**2 or 1 for name, key in keys.items() if self.m.has(key)}
+
     def token(self, *names: str, stand_in: str = "") -> int:
         """The id of the first of these tokens of the language model, else of the first that matches ``stand_in``.
 
@@ -132,38 +156,111 @@ class Family:
     unused: str = ""
 
 
+#: Of LLaVA-NeXT: ends each line of features. Without it a file is of LLaVA 1.5.
+_NEWLINE = "model.image_newline"
+
+
 def _llava(p: Projector) -> dict[str, Any]:
-    """The output of the last layer but one makes features, with CLIP's or SigLIP's tower."""
-    m, has_class = p.m, p.m.holds("v.class_embd")
-    for key in ("vision.image_grid_pinpoints", "vision.feature_layer"):
-        if m.has(key):
-            raise UnsupportedModelError(
-                f"{m.file.path}: clip.{key} is not supported: such files are of LLaVA-NeXT or Granite; supported: "
-                "LLaVA 1.5"
-            )
+    """LLaVA 1.5, LLaVA-NeXT and Granite Vision 3, with CLIP's or SigLIP's tower."""
+    m, has_class, is_next = p.m, p.m.holds("v.class_embd"), p.m.holds(_NEWLINE)
+    if m.has("vision.image_grid_pinpoints") and not is_next:
+        raise UnsupportedModelError(
+            f"{m.file.path} has clip.vision.image_grid_pinpoints, as files of LLaVA-NeXT, but no tensor {_NEWLINE!r}, "
+            "which ends lines of features: this is not supported"
+        )
     vision = {**p.transformer, "model_type": "clip_vision_model" if has_class else "siglip_vision_model"}
-    if has_class and vision["hidden_act"] == "gelu_pytorch_tanh":
+    if not has_class:  # the converter takes the function of SigLIP for CLIP's
+        vision["hidden_act"] = "gelu_pytorch_tanh"
+    elif vision["hidden_act"] == "gelu_pytorch_tanh":
         vision["hidden_act"] = "gelu"
+    kind: dict[str, Any] = {}
+    if is_next:
+        kind = {"architectures": ["LlavaNextForConditionalGeneration"], "model_type": "llava_next"}
     return {
         "vision_config": vision,
-        # Files count a layer less than they hold, or all.
-        "vision_feature_layer": min(m.integer("vision.block_count"), max(1, p.layers - 1)),
+        # Of the layers behind the features, converters write none, or do not count them.
+        "vision_feature_layer": p.numbers("vision.feature_layer") or m.integer("vision.block_count"),
         "vision_feature_select_strategy": "default" if has_class else "full",
         "projector_hidden_act": "gelu",
         "multimodal_projector_bias": m.holds("mm.0.bias"),
         "image_token_id": p.token("<image>", stand_in=r"<unk>|<\|?(unused|reserved_special_token_|extra_)\d+(\|>|>)"),
+        **kind,
     }
 
 
+#: Heights and widths of the tiled images of LLaVA-NeXT, in tiles.
+_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+
+
 def _llava_settings(p: Projector) -> dict[str, Any]:
-    """Images are padded to a square unless the file says otherwise, as LLaVA 1.5 was trained, and as llama.cpp does."""
-    size, ratio = p.m.integer("vision.image_size"), p.m.file.metadata.get("clip.vision.image_aspect_ratio", "pad")
+    """Images of LLaVA 1.5 are padded to a square unless the file says otherwise, as it was trained."""
+    side = p.m.integer("vision.image_size")
+    square = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}, "resample": 3}
+    if not p.m.holds(_NEWLINE):
+        ratio = p.m.file.metadata.get("clip.vision.image_aspect_ratio", "pad")
+        return {"image_processor_type": "LlavaImageProcessor", "do_pad": ratio == "pad", **square}
+    key = "vision.image_grid_pinpoints"
+    sides = p.numbers(key) or [side * tiles for grid in _GRIDS for tiles in grid]
+    if len(sides) % 2:
+        raise WeightError(f"clip.{key} must be heights and widths in turn, not {sides}", file=p.m.file.path)
+    sizes = [list(size) for size in zip(sides[::2], sides[1::2], strict=True)]
+    return {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": sizes, **square}
+
+
+def _internvl(p: Projector) -> dict[str, Any]:
+    m, vision = p.m, p.transformer
+    if vision["hidden_act"] == "gelu_pytorch_tanh":
+        vision["hidden_act"] = "gelu"
     return {
-        "image_processor_type": "LlavaImageProcessor",
-        "do_pad": ratio == "pad",
-        "size": {"shortest_edge": size},
-        "crop_size": {"height": size, "width": size},
+        "vision_config": {
+            **vision,
+            "attention_bias": m.holds("v.blk.0.attn_q.bias"),
+            "use_qk_norm": m.holds("v.blk.0.attn_q_norm.weight"),
+            "norm_type": "layer_norm" if m.holds("v.blk.0.ln1.bias") else "rms_norm",
+            "use_mean_pooling": not m.holds("v.post_ln.weight"),
+        },
+        "downsample_ratio": 1 / m.integer("vision.projector.scale_factor", default=2),
+        "image_token_id": p.token("<IMG_CONTEXT>"),
+    }
+
+
+def _internvl_settings(p: Projector) -> dict[str, Any]:
+    """Without bounds there are 1 to 12 tiles, as in the published models."""
+    side = p.m.integer("vision.image_size")
+    keys = {"min_patches": "vision.preproc_min_tiles", "max_patches": "vision.preproc_max_tiles"}
+    return {
+        **{name: p.m.integer(key) for name, key in keys.items() if p.m.has(key)},
+        "size": {"height": side, "width": side},
         "resample": 3,
+    }
+
+
+def _lfm2_vl(p: Projector) -> dict[str, Any]:
+    """``image_size`` of files is not that of the grid of learned positions."""
+    m = p.m
+    return {
+        "vision_config": {
+            **p.transformer,
+            # Files may hold layers that make no features.
+            "num_hidden_layers": m.integer("vision.block_count"),
+            "num_patches": p.shape("v.position_embd.weight", 2)[0],
+        },
+        "downsample_factor": m.integer("vision.projector.scale_factor", default=2),
+        "projector_hidden_size": p.shape("mm.1.weight", 2)[0],
+        "projector_bias": m.holds("mm.1.bias"),
+        "projector_use_layernorm": m.holds("mm.input_norm.weight"),
+        "image_token_id": p.token("<image>"),
+    }
+
+
+def _lfm2_vl_settings(p: Projector) -> dict[str, Any]:
+    """Tiles are those of the published models."""
+    patch, merge = p.m.integer("vision.patch_size"), p.m.integer("vision.projector.scale_factor", default=2)
+    return {
+        **p.bounds(patch * merge, min_image_tokens=_MIN_PIXELS, max_image_tokens=_MAX_PIXELS),
+        "encoder_patch_size": patch,
+        "downsample_factor": merge,
+        "resample": 2,
     }
 
 
@@ -203,6 +300,63 @@ def _gemma3_settings(p: Projector) -> dict[str, Any]:
     return {"size": {"height": size, "width": size}, "resample": 2}
 
 
+def _gemma4(p: Projector) -> dict[str, Any]:
+    """In the models without per-layer embeddings, the tokens of an image see each other; files do not say so."""
+    m, heads = p.m, p.m.integer("vision.attention.head_count")
+    rows, kv_rows = (p.shape(f"v.blk.0.attn_{part}.weight", 2)[0] for part in "qk")
+    head_dim = rows // heads or 1
+    return {
+        "vision_config": {
+            **_gemma4_patches(p),
+            "hidden_size": m.integer("vision.embedding_length"),
+            "intermediate_size": m.integer("vision.feed_forward_length"),
+            "num_hidden_layers": p.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_rows // head_dim or 1,
+            "head_dim": head_dim,
+            "position_embedding_size": p.shape("v.position_embd.weight", 3)[1],
+            "use_clipped_linears": m.holds("v.blk.0.attn_q.input_max"),
+            "standardize": m.holds("v.std_bias"),
+        },
+        "text_config": {
+            **p.text,
+            "use_bidirectional_attention": None if p.text["hidden_size_per_layer_input"] else "vision",
+        },
+        **_gemma4_tokens(p),
+    }
+
+
+def _gemma4_unified(p: Projector) -> dict[str, Any]:
+    return {
+        "vision_config": {
+            **_gemma4_patches(p),
+            "mm_embed_dim": p.m.integer("vision.embedding_length"),
+            "mm_posemb_size": p.shape("v.position_embd.weight", 3)[1],
+        },
+        **_gemma4_tokens(p),
+    }
+
+
+def _gemma4_patches(p: Projector) -> dict[str, Any]:
+    """The part of ``vision_config`` that both kinds of towers have."""
+    return {
+        "patch_size": p.m.integer("vision.patch_size"),
+        "pooling_kernel_size": p.m.integer("vision.projector.scale_factor", default=3),
+        "rms_norm_eps": p.m.real("vision.attention.layer_norm_epsilon"),
+    }
+
+
+def _gemma4_tokens(p: Projector) -> dict[str, int]:
+    names = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
+    return {name: p.token(token) for name, token in names.items()}
+
+
+def _gemma4_settings(p: Projector) -> dict[str, Any]:
+    patch, pool = p.m.integer("vision.patch_size"), p.m.integer("vision.projector.scale_factor", default=3)
+    bounds = p.bounds(patch * pool, max_soft_tokens=_MAX_PIXELS)
+    return {**bounds, "patch_size": patch, "pooling_kernel_size": pool, "resample": 3}
+
+
 def _qwen2_5_vl(p: Projector) -> dict[str, Any]:
     m, depth, period = p.m, p.layers, p.m.integer("vision.n_wa_pattern")
     sections = np.ravel(p.language.metadata.get("qwen2vl.rope.dimension_sections", ()))
@@ -232,7 +386,7 @@ def _qwen2_5_vl(p: Projector) -> dict[str, Any]:
 
 def _qwen2_5_vl_settings(p: Projector) -> dict[str, Any]:
     """Bounds of sizes are those of the published models."""
-    keys = {"min_pixels": ("vision.image_min_pixels", 56 * 56), "max_pixels": ("vision.image_max_pixels", 16384 * 784)}
+    keys = {"min_pixels": (_MIN_PIXELS, 56 * 56), "max_pixels": (_MAX_PIXELS, 16384 * 784)}
     return {
         **{name: p.m.integer(key, default=default) for name, (key, default) in keys.items()},
         "patch_size": p.m.integer("vision.patch_size"),
@@ -242,11 +396,20 @@ def _qwen2_5_vl_settings(p: Projector) -> dict[str, Any]:
 
 
 def _qwen3_vl(p: Projector) -> dict[str, Any]:
+    """Qwen3-VL, and Qwen3.5 and 3.6, which take no features of early layers."""
     m, depth, arch = p.m, p.layers, Metadata(p.language).arch
     rope = dict(p.text["rope_parameters"])
     if (sections := np.ravel(p.language.metadata.get(f"{arch}.rope.dimension_sections", ()))).size >= 3:
         rope["mrope_section"] = [int(section) for section in sections[:3]]
-    deep = np.ravel(m.file.metadata.get("clip.vision.is_deepstack_layers", ()))
+    flags = np.ravel(m.file.metadata.get("clip.vision.is_deepstack_layers", ()))
+    deep = [layer for layer, is_deep in enumerate(flags[:depth]) if is_deep]
+    taken = 0 if arch.startswith("qwen35") else p.language.metadata.get(f"{arch}.n_deepstack_layers", len(deep))
+    if taken != len(deep):
+        raise UnsupportedModelError(
+            f"{m.file.path} does not fit {p.language.path.name}: it has features of {len(deep)} early layers, and this "
+            f"model takes those of {taken}. Give the projector that was published with it, or mmproj='none' for text "
+            "alone"
+        )
     side = m.integer("vision.image_size") // m.integer("vision.patch_size")
     return {
         "vision_config": {
@@ -257,7 +420,7 @@ def _qwen3_vl(p: Projector) -> dict[str, Any]:
             "patch_size": m.integer("vision.patch_size"),
             "spatial_merge_size": m.integer("vision.spatial_merge_size", default=2),
             "num_position_embeddings": side**2,
-            "deepstack_visual_indexes": [layer for layer, is_deep in enumerate(deep[:depth]) if is_deep],
+            "deepstack_visual_indexes": deep,
             "out_hidden_size": p.text["hidden_size"],
             "hidden_act": "gelu_pytorch_tanh",
         },
@@ -268,7 +431,7 @@ def _qwen3_vl(p: Projector) -> dict[str, Any]:
 
 def _qwen3_vl_settings(p: Projector) -> dict[str, Any]:
     """Bounds of sizes are those of the published models."""
-    keys = {"shortest_edge": ("vision.image_min_pixels", 1 << 16), "longest_edge": ("vision.image_max_pixels", 1 << 24)}
+    keys = {"shortest_edge": (_MIN_PIXELS, 1 << 16), "longest_edge": (_MAX_PIXELS, 1 << 24)}
     return {
         "size": {name: p.m.integer(key, default=default) for name, (key, default) in keys.items()},
         "patch_size": p.m.integer("vision.patch_size"),
@@ -350,6 +513,33 @@ class StackFrames:
                 yield self.name, without_values((*tensor.shape[:2], len(parts), *tensor.shape[2:]), tensor.dtype)
 
 
+@dataclass(frozen=True)
+class Reshape:
+    """Applies a function that changes shapes to tensors with names that match; it passes on shapes that do not fit."""
+
+    pattern: str
+    function: Callable[[np.ndarray], np.ndarray]
+
+    def apply(self, pairs: Pairs, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in pairs:
+            if isinstance(tensor, np.ndarray) and re.search(self.pattern, name):
+                tensor = self.function(tensor)
+            yield name, tensor
+
+
+def _pixels(size: int) -> np.ndarray:
+    """The order, for ``Permute``, of a patch's numbers by colour, line and column: by line, column and colour."""
+    side = math.isqrt(size // 3)
+    return np.arange(size).reshape(3, side, side).transpose(1, 2, 0).ravel()
+
+
+def _pixel_rows(name: str) -> list[CheckpointEntry]:
+    """A convolution [outputs, colours, lines, columns] as a matrix, in the order of transformers' linear layers."""
+    pattern = rf"^{re.escape(name)}$"
+    flat = Reshape(pattern, lambda kernel: kernel.reshape(len(kernel), -1))
+    return [flat, Permute(pattern, _pixels, columns=True)]
+
+
 #: Of vision transformers (``octavo.models.vision``).
 _VIT = (
     (r"v\.patch_embd\.", "tower.vision.patches."),
@@ -364,19 +554,30 @@ _VIT = (
     (r"v\.blk\.(\d+)\.ffn_up\.", r"tower.vision.layers.\1.mlp.fc1."),
     (r"v\.blk\.(\d+)\.ffn_down\.", r"tower.vision.layers.\1.mlp.fc2."),
 )
-#: Of towers whose layers are those of decoders (``octavo.models.qwen2_5_vl``).
+#: Matrices of layers that are those of decoders.
+_GATED_LAYERS = (
+    (r"v\.blk\.(\d+)\.attn_([qkv])\.", r"tower.layers.\1.self_attn.\2_proj."),
+    (r"v\.blk\.(\d+)\.attn_out\.", r"tower.layers.\1.self_attn.o_proj."),
+    (r"v\.blk\.(\d+)\.ffn_(gate|up|down)\.", r"tower.layers.\1.mlp.\2_proj."),
+)
+#: Of ``octavo.models.qwen2_5_vl``.
 _GATED = (
     (r"v\.patch_embd\.weight\.1$", "tower.patches.weight.1"),
     (r"v\.patch_embd\.weight$", "tower.patches.weight.0"),
-    (r"v\.blk\.(\d+)\.attn_([qkv])\.", r"tower.layers.\1.self_attn.\2_proj."),
+    *_GATED_LAYERS,
     (r"v\.blk\.(\d+)\.attn_qkv\.", r"tower.layers.\1.self_attn.qkv."),
-    (r"v\.blk\.(\d+)\.attn_out\.", r"tower.layers.\1.self_attn.o_proj."),
     (r"v\.blk\.(\d+)\.ln1\.", r"tower.layers.\1.input_layernorm."),
     (r"v\.blk\.(\d+)\.ln2\.", r"tower.layers.\1.post_attention_layernorm."),
-    (r"v\.blk\.(\d+)\.ffn_(gate|up|down)\.", r"tower.layers.\1.mlp.\2_proj."),
     (r"v\.post_ln\.", "tower.merger.norm."),
     (r"mm\.0\.", "tower.merger.fc1."),
     (r"mm\.2\.", "tower.merger.fc2."),
+)
+#: Of both towers of Gemma 4 (``octavo.models.gemma4_images``); the file may have a model's audio encoder, too.
+_GEMMA4 = (
+    (r"(mm\.)?a\.", "tower.audio."),
+    (r"v\.patch_embd\.", "tower.patches."),
+    (r"v\.position_embd\.", "tower.places."),
+    (r"mm\.input_projection\.", "tower.projector."),
 )
 
 #: By ``clip.projector_type``.
@@ -393,6 +594,46 @@ FAMILIES: dict[str, Family] = {
         _gemma3_settings,
         layout=lambda m: [Transform(r"^tower\.norm\.weight$", lambda weight: weight - 1)],
     ),
+    "gemma4uv": Family(
+        {"gemma4": "Gemma4UnifiedForConditionalGeneration"},
+        ("mm.input_projection.weight", 0),
+        (
+            *_GEMMA4,
+            (r"v\.patch_norm\.1\.", "tower.pixel_norm."),
+            (r"v\.patch_norm\.2\.", "tower.patch_norm."),
+            (r"v\.patch_norm\.3\.", "tower.place_norm."),
+        ),
+        _gemma4_unified,
+        _gemma4_settings,
+        layout=lambda m: [
+            *_pixel_rows("tower.patches.weight"),
+            Permute(r"^tower\.pixel_norm\.", _pixels),
+            Reshape(r"^tower\.places\.weight$", lambda tables: tables.swapaxes(0, 1) if tables.ndim > 1 else tables),
+        ],
+        unused=r"tower\.audio\.",
+    ),
+    "gemma4v": Family(
+        {"gemma4": "Gemma4ForConditionalGeneration"},
+        ("mm.input_projection.weight", 0),
+        (
+            *_GEMMA4,
+            (r"v\.blk\.(\d+)\.attn_([qk])_norm\.", r"tower.layers.\1.self_attn.\2_norm."),
+            (r"v\.blk\.(\d+)\.ln1\.", r"tower.layers.\1.input_layernorm."),
+            (r"v\.blk\.(\d+)\.attn_post_norm\.", r"tower.layers.\1.post_attention_layernorm."),
+            (r"v\.blk\.(\d+)\.ln2\.", r"tower.layers.\1.pre_feedforward_layernorm."),
+            (r"v\.blk\.(\d+)\.ffn_post_norm\.", r"tower.layers.\1.post_feedforward_layernorm."),
+            (r"v\.std_(bias|scale)$", r"tower.std_\1"),
+            *_GATED_LAYERS,
+            (r"(tower\.layers\.\d+\.\w+\.\w+_proj)\.weight$", r"\1.linear.weight"),  # beside its bounds
+        ),
+        _gemma4,
+        _gemma4_settings,
+        layout=lambda m: [
+            *_pixel_rows("tower.patches.weight"),
+            Reshape(r"_(min|max)$", lambda bound: bound.reshape(()) if bound.size == 1 else bound),
+        ],
+        unused=r"tower\.audio\.",
+    ),
     "idefics3": Family(
         {"llama": "Idefics3ForConditionalGeneration"},
         ("mm.model.fc.weight", 0),
@@ -400,10 +641,39 @@ FAMILIES: dict[str, Family] = {
         _idefics3,
         _idefics3_settings,
     ),
-    "mlp": Family(
-        dict.fromkeys(("llama", "qwen2", "qwen3"), "LlavaForConditionalGeneration"),
+    "internvl": Family(
+        dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3moe", "gpt-oss"), "InternVLForConditionalGeneration"),
+        ("mm.model.mlp.3.weight", 0),
+        (
+            (r"v\.patch_embd\.bias$", "tower.vision.positions.bias"),
+            *_VIT,
+            (r"v\.blk\.(\d+)\.attn_([qk])_norm\.", r"tower.vision.layers.\1.self_attn.\2_norm."),
+            (r"v\.blk\.(\d+)\.ls([12])\.weight$", r"tower.vision.layers.\1.lambda_\2"),
+            (r"mm\.model\.mlp\.0\.", "tower.projector.layer_norm."),
+            (r"mm\.model\.mlp\.1\.", "tower.projector.linear_1."),
+            (r"mm\.model\.mlp\.3\.", "tower.projector.linear_2."),
+        ),
+        _internvl,
+        _internvl_settings,
+    ),
+    "lfm2": Family(
+        {"lfm2": "Lfm2VlForConditionalGeneration", "lfm2moe": "Lfm2VlForConditionalGeneration"},
         ("mm.2.weight", 0),
-        (*_VIT, (r"mm\.0\.", "tower.projector.linear_1."), (r"mm\.2\.", "tower.projector.linear_2.")),
+        (*_VIT, (r"mm\.input_norm\.", "tower.projector.layer_norm."), (r"mm\.([12])\.", r"tower.projector.linear_\1.")),
+        _lfm2_vl,
+        _lfm2_vl_settings,
+        layout=lambda m: _pixel_rows("tower.vision.patches.weight"),
+        unused=r"tower\.vision\.layers\.\d+\.",
+    ),
+    "mlp": Family(
+        dict.fromkeys(("llama", "qwen2", "qwen3", "granite"), "LlavaForConditionalGeneration"),
+        ("mm.2.weight", 0),
+        (
+            *_VIT,
+            (r"mm\.0\.", "tower.projector.linear_1."),
+            (r"mm\.2\.", "tower.projector.linear_2."),
+            (rf"{re.escape(_NEWLINE)}$", "tower.newline"),
+        ),
         _llava,
         _llava_settings,
         unused=r"tower\.vision\.(layers\.\d+|post_norm)\.",
@@ -441,6 +711,8 @@ FAMILIES: dict[str, Family] = {
         {
             "qwen3vl": "Qwen3VLForConditionalGeneration",
             "qwen3vlmoe": "Qwen3VLMoeForConditionalGeneration",
+            "qwen35": "Qwen3_5ForConditionalGeneration",
+            "qwen35moe": "Qwen3_5MoeForConditionalGeneration",
         },
         ("mm.2.weight", 0),
         (

@@ -57,7 +57,7 @@ SAVE: dict[str, Callable[[Path], Any]] = {
 }
 PLACE = dict.fromkeys(SAVE, "<image>") | {
     "gemma3": "<start_of_image>",
-    "gemma4": "<image_soft_token>",
+    "gemma4": "<|image|>",
     "mistral3": "[IMG]",
     "internvl": "<IMG_CONTEXT>",
 }

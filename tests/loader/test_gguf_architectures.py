@@ -309,10 +309,10 @@ def hub_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
         if (part := re.match(r"(.*_layernorm)\.norms\.(\d+)(\.weight)", name)) is not None:
             heads.setdefault(part[1] + part[3], {})[int(part[2])] = value.float().numpy()
             continue
-        if model.config.tie_word_embeddings and name == "lm_head.weight":
+        if getattr(model.config, "tie_word_embeddings", False) and name == "lm_head.weight":
             continue
         array = value.float().numpy()
-        if model.config.model_type == "gemma4_text":
+        if model.config.model_type in ("gemma4_text", "gemma4_unified_text"):
             yield f"{name}.weight" if name.endswith(("layer_scalar", "_proj")) else name, array
             continue
         if model.config.model_type in ("mixtral", "minimax_m2", "phimoe"):
@@ -499,7 +499,7 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
     elif arch in ("lfm2", "lfm2moe"):
         writer.add_head_count_kv([2 if kind == "full_attention" else 0 for kind in config.layer_types])
         writer.add_shortconv_l_cache(config.conv_L_cache)
-        if arch == "lfm2":  # two thirds, in multiples of 16
+        if arch == "lfm2" and config.block_auto_adjust_ff_dim:  # two thirds, in multiples of 16
             writer.add_feed_forward_length(64)
         writer.add_layer_norm_rms_eps(config.norm_eps)
     elif hasattr(config, "num_key_value_heads"):
@@ -510,9 +510,10 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-        recurrent = [kind == "linear_attention" for kind in config.layer_types] + [False]
-        writer.add_block_count(config.num_hidden_layers + config.mtp_num_hidden_layers)
-        writer.add_nextn_predict_layers(config.mtp_num_hidden_layers)
+        extra = getattr(config, "mtp_num_hidden_layers", 0)
+        recurrent = [kind == "linear_attention" for kind in config.layer_types] + [False] * extra
+        writer.add_block_count(config.num_hidden_layers + extra)
+        writer.add_nextn_predict_layers(extra)
         writer.add_array(f"{arch}.attention.recurrent_layers", recurrent)
     if arch == "lfm2moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
@@ -638,12 +639,13 @@ def add_settings(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
 def add_gemma4_settings(writer: gguf.GGUFWriter, config: Any) -> None:
     sliding = [kind == "sliding_attention" for kind in config.layer_types]
     whole, local = (config.per_layer_config[sliding.index(slides)] for slides in (False, True))
-    own = config.num_hidden_layers - config.num_kv_shared_layers
+    shared, inputs = (getattr(config, name, 0) for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"))
+    own = config.num_hidden_layers - shared
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     inner = [config.intermediate_size * (1 + (layer >= own)) for layer in range(len(sliding))]
-    writer.add_feed_forward_length(inner if config.use_double_wide_mlp else config.intermediate_size)
+    writer.add_feed_forward_length(inner if shared and config.use_double_wide_mlp else config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv([(local if slides else whole).num_key_value_heads for slides in sliding])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -657,10 +659,10 @@ def add_gemma4_settings(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_freq_base_swa(10000.0)
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern(sliding)
-    writer.add_shared_kv_layers(config.num_kv_shared_layers)
-    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(inputs)
     writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.enable_moe_block:
+    if getattr(config, "enable_moe_block", False):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.top_k_experts)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)

@@ -25,15 +25,18 @@ from octavo.config.model_list import ModelEntry, entries_of_folder
 from octavo.core.errors import ConfigError, ModelNotFoundError, OctavoError, UnsupportedModelError, WeightError
 from octavo.engine.memory_needs import size_model
 from octavo.images.processors import LlavaProcessor, read_image_processor
+from octavo.kernels.weight_rows import to_values
 from octavo.loader import hub as hub_room
 from octavo.loader import projector as room
 from octavo.loader.files import PROJECTOR_LINK, cached_models
 from octavo.loader.gguf_file import GGUFFile
 from octavo.loader.local_models import local_models
-from octavo.loader.projector import FAMILIES
+from octavo.loader.projector import FAMILIES, ProjectorCheckpoint
 from octavo.loader.resolve import find_projector, resolve_model
-from octavo.loader.weights import check_headers, check_model
+from octavo.loader.weights import check_headers, check_model, read_safetensors
+from octavo.models.checkpoint import Pairs
 from octavo.models.config_files import read_json, read_model_config
+from octavo.models.network import build_without_weights
 from tests.fake_hub import FakeHub, serving_hub
 from tests.image_models import SPECIAL, picture
 from tests.loader.test_gguf_architectures_converted import _DRIVER, CHECKOUT
@@ -96,10 +99,47 @@ def answers(model: Path, **options: Any) -> list[tuple[list[int], list[int], lis
 def test_two_files_answer_as_the_folder(family: str, tmp_path: Path, saved: dict[str, Path]) -> None:
     language, projector = tmp_path / "tiny.gguf", tmp_path / "other" / "mine.gguf"
     projector.parent.mkdir()
-    write_files(saved[family], family, language, projector, kind=Q.BF16 if family == "gemma3" else Q.F32)
-    expected = answers(saved[family])
-    assert answers(language, mmproj=str(projector)) == expected
-    assert len({tuple(tokens) for _, tokens, _ in expected}) == 3
+    kind = Q.BF16 if family in ("gemma3", "gemma4", "internvl") else Q.F32
+    write_files(saved[family], family, language, projector, kind=kind)
+    expected, found = answers(saved[family]), answers(language, mmproj=str(projector))
+    if family == "qwen3_5":  # files have the negated exponentials of its decays
+        assert [answer[:2] for answer in found] == [answer[:2] for answer in expected]
+        for (_, _, logprobs), (_, _, theirs) in zip(found, expected, strict=True):
+            assert logprobs == pytest.approx(theirs, abs=1e-5)
+    else:
+        assert found == expected
+    assert len({(*tokens, *logprobs) for _, tokens, logprobs in expected}) == 3
+
+
+@pytest.mark.parametrize("family", SAVED)
+def test_the_tower_is_given_the_same_as_of_the_folder(family: str, tmp_path: Path, saved: dict[str, Path]) -> None:
+    language, projector = tmp_path / "tiny.gguf", tmp_path / "mmproj.gguf"
+    write_files(saved[family], family, language, projector)
+    folder = resolve_model(str(language), mmproj=str(projector))
+    expected, found = tower_of(saved[family]), tower_of(folder, projector)
+    assert found.keys() == expected.keys() != set()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def tower_of(folder: Path, projector: Path | None = None) -> dict[str, np.ndarray]:
+    """What the tower of a folder's network is given: of the folder's safetensors, or of a projector."""
+    config = read_model_config(folder)
+    network = build_without_weights(config, "float32")
+    shapes = network.tensor_shapes()
+    pairs: Pairs = read_safetensors(folder) if projector is None else ()
+    if projector is not None:
+        own = {name: shape for name, shape in shapes.items() if name.startswith("tower.")}
+        pairs = ProjectorCheckpoint(projector, own, network.entries(), config.architecture).read(shapes)
+    for entry in network.entries():
+        pairs = entry.apply(pairs, shapes)
+    return {name: np.asarray(to_values(tensor), np.float32) for name, tensor in pairs if name.startswith("tower.")}
+
+
+def test_a_file_of_llava_may_lack_the_layers_behind_its_features(tmp_path: Path, saved: dict[str, Path]) -> None:
+    language, projector = tmp_path / "tiny.gguf", tmp_path / "mmproj.gguf"
+    write_files(saved["llava"], "llava", language, projector, drop=r"v\.blk\.2\.")
+    assert answers(language, mmproj=str(projector)) == answers(saved["llava"])
 
 
 def test_a_template_of_texts_gets_what_stands_around_an_image(tmp_path: Path, saved: dict[str, Path]) -> None:
@@ -334,9 +374,7 @@ def test_missing_tensors_are_named(drop: str, problem: str, tmp_path: Path, save
 def test_a_tensor_too_many_is_named(tmp_path: Path, saved: dict[str, Path]) -> None:
     language, projector = tmp_path / "tiny.gguf", tmp_path / "mmproj.gguf"
     write_files(saved["llava"], "llava", language, projector, edit={"clip.vision.image_grid_pinpoints": [336, 672]})
-    with pytest.raises(
-        UnsupportedModelError, match=r"image_grid_pinpoints is not supported: such files are of LLaVA-NeX"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"image_grid_pinpoints, .* but no tensor 'model.image_newline'"):
         check(language, projector)
     write_files(saved["idefics3"], "idefics3", language, projector, edit={"clip.projector_type": "mlp"})
     with pytest.raises(WeightError, match=r"has no matrix 'mm.2.weight'"):
@@ -392,6 +430,94 @@ def test_settings_that_files_lack_are_those_of_the_published_models(tmp_path: Pa
     assert processor("idefics3", preproc_image_size=None).longest_edge == 4 * 32
     qwen = processor("qwen2_5_vl", image_min_pixels=None, image_max_pixels=None)
     assert (qwen.min_pixels, qwen.max_pixels) == (3136, 12845056)
+    intern = processor("internvl", preproc_min_tiles=None, preproc_max_tiles=None)
+    assert (intern.min_tiles, intern.max_tiles) == (1, 12)
+    lfm2 = processor("lfm2_vl", image_min_pixels=None, image_max_pixels=None)
+    assert (lfm2.min_features, lfm2.max_whole, lfm2.min_tiles, lfm2.max_tiles) == (64, 256, 2, 10)
+    assert (lfm2.tile, lfm2.tolerance, lfm2.has_whole) == (512, 2.0, True)
+    assert processor("gemma4", image_max_pixels=None).max_features == 280
+    following = processor("llava_next", image_grid_pinpoints=None)
+    assert following.sizes == [(32, 64), (64, 32), (64, 64), (96, 32), (32, 96)]
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_large"])
+def test_images_see_themselves_in_models_without_per_layer_embeddings(
+    family: str, tmp_path: Path, saved: dict[str, Path]
+) -> None:
+    """As in E2B and E4B, which have such embeddings, and 26B-A4B and 31B."""
+    language, projector = tmp_path / "tiny.gguf", tmp_path / "mmproj.gguf"
+    write_files(saved[family], family, language, projector)
+    facts = read_model_config(resolve_model(str(language), mmproj=str(projector))).image_facts
+    assert facts is not None and facts.whole == (70 if family == "gemma4_large" else 0)
+
+
+def test_features_of_early_layers_must_be_those_that_the_model_takes(tmp_path: Path, saved: dict[str, Path]) -> None:
+    """Both models have the same width."""
+    files = {}
+    for family in ("qwen3_vl", "qwen3_5"):
+        files[family] = tmp_path / f"{family}.gguf", tmp_path / f"mmproj-{family}.gguf"
+        write_files(saved[family], family, *files[family])
+    for family, other, made, taken in (("qwen3_vl", "qwen3_5", 0, 2), ("qwen3_5", "qwen3_vl", 2, 0)):
+        with pytest.raises(UnsupportedModelError, match=rf"has features of {made} early layers.* those of {taken}\."):
+            check(files[family][0], files[other][1])
+
+
+@pytest.mark.parametrize(
+    ("family", "other", "problem"),
+    [
+        (
+            "internvl",
+            "lfm2_vl",
+            r"it is for lfm2 or lfm2moe with embeddings of 64 numbers; this model is of archit",
+        ),
+        ("lfm2_vl", "internvl", r"it is for llama or qwen2 or .*; this model is of architecture lfm2"),
+        ("gemma4", "gemma3", r"it is for gemma3 with embeddings of 64 numbers; this model is of architecture gemma4"),
+        ("qwen3_5", "gemma4", r"it is for gemma4 with embeddings of 64 numbers; this model is of architecture qwen35"),
+        (
+            "llava_next",
+            "idefics3",
+            r"it is for llama with embeddings of 64 numbers; this model is of archit",
+        ),
+    ],
+)
+def test_a_projector_of_another_family_is_refused(
+    family: str, other: str, problem: str, tmp_path: Path, saved: dict[str, Path]
+) -> None:
+    write_files(saved[family], family, tmp_path / "tiny.gguf", tmp_path / "own.gguf")
+    write_files(saved[other], other, tmp_path / "other.gguf", tmp_path / "mmproj.gguf")
+    with pytest.raises(UnsupportedModelError, match=rf"mmproj.gguf does not fit tiny.gguf: {problem}"):
+        check(tmp_path / "tiny.gguf", tmp_path / "mmproj.gguf")
+
+
+@pytest.mark.parametrize(
+    ("family", "edit", "drop", "problem"),
+    [
+        ("llava_next", {"clip.vision.image_grid_pinpoints": [32, 64, 32]}, "$^", "must be heights and widths in turn"),
+        ("llava_next", {"clip.vision.feature_layer": ["1"]}, "$^", "feature_layer must be integers from 0 on"),
+        ("llava_next", {"clip.vision.feature_layer": [1]}, "$^", r"'mm.0.weight' has shape \[64, 96\], not \[64, 48\]"),
+        ("llava_next", {"clip.vision.feature_layer": [1, 4]}, "$^", "vision_feature_layer must be a layer from"),
+        ("internvl", {"clip.vision.projector.scale_factor": 4}, "$^", r"'mm.model.mlp.0.\w+' has shape \[192\], not"),
+        ("internvl", {}, r"v\.blk\.1\.ls2", "lacks the scale of 'tower.vision.layers.1.mlp.fc2'"),
+        ("lfm2_vl", {}, r"v\.position_embd", "has no tensor 'v.position_embd.weight' with 2 dimensions"),
+        (
+            "lfm2_vl",
+            {"clip.vision.patch_size": 4},
+            "$^",
+            r"'v.patch_embd.weight' has shape \[48, 192\], not",
+        ),
+        ("gemma4", {}, r"v\.blk\.1\.ffn_up\.output_min", "lacks the tensors of tower.layers.1.mlp.up_proj.output_min"),
+        ("gemma4_large", {}, r"v\.std_scale", "lacks the tensors of tower.std_scale"),
+        ("gemma4_unified", {}, r"v\.patch_norm\.3\.bias", "lacks the tensors of tower.place_norm.bias"),
+        ("gemma4_unified", {"clip.vision.patch_size": 8}, "$^", r"has shape \[40, 432\], not \[40, 1728\]"),
+    ],
+)
+def test_damaged_files_of_each_family_are_named(
+    family: str, edit: dict[str, Any], drop: str, problem: str, tmp_path: Path, saved: dict[str, Path]
+) -> None:
+    language, projector = tmp_path / "tiny.gguf", tmp_path / "mmproj.gguf"
+    write_files(saved[family], family, language, projector, edit=edit, drop=drop)
+    with pytest.raises((ConfigError, WeightError), match=problem):
+        check(language, projector)
 
 
 def test_a_token_stands_in_for_one_that_the_vocabulary_lacks(tmp_path: Path, saved: dict[str, Path]) -> None:
@@ -444,18 +570,18 @@ def test_all_tensors_are_checked_and_counted(files: tuple[Path, Path], saved: di
 
 def test_every_family_is_one_of_llama_cpp() -> None:
     kinds = {value for name, value in vars(gguf.VisionProjectorType).items() if name.isupper()}
-    assert FAMILIES.keys() <= kinds | {"mlp"}
+    assert FAMILIES.keys() <= kinds | {"mlp", "gemma4uv"}  # of the first converter, and of a later one
     for family in FAMILIES.values():
         assert set(family.languages) <= set(gguf.MODEL_ARCH_NAMES.values())
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CHECKOUT, reason="LLAMA_CPP_CHECKOUT names no checkout of llama.cpp")
-@pytest.mark.parametrize("family", [family for family in SAVED if family not in ("llava", "mistral3")])
+@pytest.mark.parametrize("family", ["gemma3", "idefics3", "qwen2_5_vl", "qwen3_vl"])
 def test_files_of_llama_cpps_converter_answer_as_the_folder(
     family: str, tmp_path: Path, saved: dict[str, Path]
 ) -> None:
-    """That of LLaVA reads files of 2023 alone."""
+    """Of others it takes published sizes alone, or names that transformers has changed since."""
     folder = shutil.copytree(saved[family], tmp_path / "folder")
     file = folder / "preprocessor_config.json"
     mean, std = CHANNELS[family]
