@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from octavo.engine.core import resolve_dtype
 from octavo.engine.machine_rates import MachineRates
 from octavo.engine.memory_needs import UNQUANTISED, GGUFSizes, find_drafter, packed_weights, weights_in_memory
 from octavo.kernels.interface import Kernels
+from octavo.layers.layer import Weight
 from octavo.loader.files import readable_size
 from octavo.loader.resolve import weight_quantization
 from octavo.models.mtp import FORMATS
@@ -32,6 +34,7 @@ from octavo.runner.memory import activation_bytes, memory_limits
 
 #: Share of the memory that stays free: allocators round up, and other processes come and go.
 _SPARE = 0.02
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 #: Tokens of a prompt, and least tokens of the context, if none are given.
 _PROMPT, _CONTEXT = 512, 4096
 #: By backend, the formats of matrices and of the KV cache: earlier ones are nearer to the checkpoint.
@@ -441,17 +444,34 @@ class Sizes:
 
     @functools.cached_property
     def parts(self) -> list[tuple[str, str, float, float]]:
-        """(kind, form, share of tokens, elements) of all matrices that steps read, alike ones together."""
-        sums: Counter[tuple[str, str, float]] = Counter()
+        """(kind, form, share of tokens, elements) of all matrices that steps read, alike ones together.
+
+        Sampled tokens alone pass through those of kind "head": the head, and layers that write no cache.
+        """
+        sums: defaultdict[tuple[str, str, float], float] = defaultdict(float)
         for weight in self.network.weights():
             if weight.kind in ("linear", "head") and weight.active:
-                sums[weight.kind, str(weight.dtype), weight.active] += math.prod(weight.shape)
+                kind = "head" if self._has_queries_alone(weight) else weight.kind
+                sums[kind, str(weight.dtype), weight.active] += math.prod(weight.shape)
         if (gguf := self.gguf) is not None:
             active = min((share for _, _, share in sums), default=1.0)
-            sums = Counter({("linear", self._form(kind), 1.0): number for kind, number in gguf.linear.items()})
-            sums.update({("linear", self._form(kind), active): number for kind, number in gguf.experts.items()})
-            sums.update({("head", self._form(kind), 1.0): number for kind, number in gguf.head.items()})
-        return [(*key, float(number)) for key, number in sums.items()]
+            linear = [weight for weight in self.network.weights() if weight.kind == "linear"]
+            late = sum(math.prod(weight.shape) for weight in linear if self._has_queries_alone(weight))
+            late /= max(1, sum(math.prod(weight.shape) for weight in linear))
+            sums.clear()
+            for kind, number in gguf.linear.items():
+                sums["linear", self._form(kind), 1.0] += (1 - late) * number
+                sums["head", self._form(kind), 1.0] += late * number
+            for kind, number in gguf.experts.items():
+                sums["linear", self._form(kind), active] += number
+            for kind, number in gguf.head.items():
+                sums["head", self._form(kind), 1.0] += number
+        return [(*key, number) for key, number in sums.items()]
+
+    def _has_queries_alone(self, weight: Weight) -> bool:
+        """Whether it belongs to a layer from ``Network.query_only_from`` on."""
+        first, layer = self.network.query_only_from, _LAYER.search(weight.name)
+        return first is not None and layer is not None and int(layer[1]) >= first
 
     def _form(self, kind: str) -> str:
         """The form in which the kernels multiply a GGUF type: its own, eight bits with scales, or dtype."""

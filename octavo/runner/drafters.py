@@ -658,13 +658,17 @@ class AssistantDrafter(FeatureDrafter):
         return self._run_step(0, caches, batch)
 
     def after_step(self, inputs: StepInputs, batch: ForwardBatch, output: ForwardOutput, step: QueuedStep) -> None:
-        rows, starts, ends = inputs.rows, inputs.starts, inputs.ends
-        self._first[rows], self._end[rows] = np.maximum(starts, ends - self._room), ends
-        lengths, positions = ends - starts, inputs.arrays["positions"]
-        hidden, token_rows = output.hidden, np.repeat(rows, lengths)
-        if (lengths > self._room).any():
-            kept = np.flatnonzero(positions >= np.repeat(ends - self._room, lengths))
+        rows, ends, lengths = inputs.rows, inputs.ends, inputs.ends - inputs.starts
+        hidden, positions = output.hidden, inputs.arrays["positions"]
+        token_rows, least = np.repeat(rows, lengths), np.repeat(ends - self._room, lengths)
+        if batch.sampled_only is not None:  # drafts follow sampled rows alone
+            sampled = inputs.arrays["sampled_rows"]
+            token_rows, positions, least = token_rows[sampled], positions[sampled], least[sampled]
+        kept = np.flatnonzero(positions >= least)
+        if len(kept) < len(positions):
             hidden, token_rows, positions = self._kernels.take_rows(hidden, kept), token_rows[kept], positions[kept]
+        self._first[rows] = self._end[rows] = ends
+        np.minimum.at(self._first, token_rows, positions)
         self._keep(token_rows, positions, hidden)
         if inputs.forked is not None:
             self._copy(rows[inputs.forked.parents], inputs.forked.rows)

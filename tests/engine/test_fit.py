@@ -22,7 +22,9 @@ from octavo.engine.memory_needs import packed_bytes
 from octavo.kernels import load_kernels
 from octavo.kernels.cpu.backend import CpuKernels
 from octavo.kernels.weight_rows import GGUFRows
+from octavo.loader.resolve import resolve_model
 from octavo.loader.weights import read_config
+from octavo.models.config_files import read_model_config
 from octavo.models.network import build_without_weights, weight_bytes
 from tests.models.mtp_models import save_mtp
 
@@ -231,6 +233,15 @@ def test_a_step_is_the_sum_of_its_parts(tiny_model: Path) -> None:
     expected = overhead + STEP.row + config.vocab_size * STEP.logit
     expected += elements["linear"] * 2e-10 * 2 + elements["head"] * 2e-10 + operations * 1e-11
     assert times.prefill(32, 16) == pytest.approx(expected)
+
+
+def test_prompts_pass_only_through_layers_that_write_a_cache() -> None:
+    network = build_without_weights(read_model_config(resolve_model("gemma-4-e2b-shape")), "bfloat16")
+    parts = Sizes(network, "bfloat16").parts
+    elements = {kind: sum(numbers for each, *_, numbers in parts if each == kind) for kind in ("linear", "head")}
+    late = elements["head"] - 262144 * 1536
+    # 20 of 35 layers, whose MLPs are twice as wide.
+    assert 1.9 < late / (elements["linear"] - 1536 * 35 * 256) < 2.6
 
 
 def test_while_loading_random_weights_are_wider(tiny_model: Path) -> None:

@@ -399,7 +399,7 @@ def test_random_weights(files: dict[str, tuple[Path, Reference]]) -> None:
 def test_images(tmp_path: Path) -> None:
     model = save_gemma4(tmp_path / "model")
     save_assistant(tmp_path / "assistant", model.config.get_text_config().to_dict() | {"global_head_dim": 32})
-    places = "<image_soft_token>"
+    places = "<|image|>"
     prompts: list[Any] = [
         {"prompt": f"{places} and {places}", "multi_modal_data": {"image": [picture(40, 56, 1), picture(90, 31, 2)]}},
         {"prompt": f"what is it? {places}", "multi_modal_data": {"image": picture(32, 32, 3)}},
