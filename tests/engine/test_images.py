@@ -23,6 +23,7 @@ from octavo.images import image_reader
 from tests.image_models import (
     picture,
     save_gemma3,
+    save_granite4_vision,
     save_internvl,
     save_lfm2_vl,
     save_llava,
@@ -51,6 +52,7 @@ SAVE: dict[str, Callable[[Path], Any]] = {
     "internvl": save_internvl,
     "lfm2_vl": save_lfm2_vl,
     "next": save_llava_next,
+    "granite4": save_granite4_vision,
 }
 PLACE = dict.fromkeys(SAVE, "<image>") | {
     "gemma3": "<start_of_image>",
@@ -139,7 +141,7 @@ def options_of(family: str, **options: Any) -> dict[str, Any]:
 
 
 #: By default all with one family; what cuts and repeats prompts with the one whose images' tokens see each other; and
-#: one each with lines of features, tiles whose features are put together, and recurrent states.
+#: one each with lines of features, vectors of more layers, tiles whose features are put together, and recurrent states.
 BY_DEFAULT = {
     *(("llava", company) for company in COMPANY),
     *(
@@ -147,6 +149,7 @@ BY_DEFAULT = {
         ("gemma3", "recomputed"),
         ("mistral3", "chunks"),
         ("next", "chunks"),
+        ("granite4", "recomputed"),
         ("lfm2_vl", "swapped"),
     ),
 }
@@ -276,7 +279,7 @@ def inputs_there(family: str, pictures: list[np.ndarray], images: list[ImageInpu
         return padded_pixels(images, normalisation)
     if family == "lfm2_vl":
         return padded_patches(images, 8, normalisation)
-    if family == "next":
+    if family in ("next", "granite4"):
         sizes = torch.tensor([each.shape[:2] for each in pictures])
         return {"pixel_values": padded_tiles(images, normalisation), "image_sizes": sizes}
     pixels = torch.cat([normal_pixels(image, normalisation) for image in images])
