@@ -150,8 +150,8 @@ def save_gemma3(folder: Path) -> Any:
     return _save(folder, Gemma3ForConditionalGeneration(config))
 
 
-def save_gemma4(folder: Path, kind: str = "small") -> Any:
-    """Gemma 4 whose images have up to 70 features of 12 x 12 pixels, and its transformers model.
+def save_gemma4(folder: Path, kind: str = "small", features: int = 70) -> Any:
+    """Gemma 4 whose images have up to this number of ``features`` of 12 x 12 pixels, and its transformers model.
 
     ``kind``: small, with per-layer inputs, and bounds of the tower's matrices; large, whose images see themselves; or
     unified, without a tower.
@@ -199,7 +199,7 @@ def save_gemma4(folder: Path, kind: str = "small") -> Any:
         folder,
         {
             **{"image_processor_type": f"{name}ImageProcessor", "patch_size": 4, "pooling_kernel_size": 3},
-            **{"max_soft_tokens": 70, "do_normalize": False, "rescale_factor": 1 / 255},
+            **{"max_soft_tokens": features, "do_normalize": False, "rescale_factor": 1 / 255},
         },
     )
     return _save(folder, model)
@@ -296,6 +296,39 @@ def save_llava_next(folder: Path) -> Any:
         },
     )
     return _save(folder, LlavaNextForConditionalGeneration(config))
+
+
+def save_granite4_vision(folder: Path) -> Any:
+    """Granite 4 Vision whose images are a whole of 4 features and two or four tiles, with further vectors before five
+    layers of six; and its transformers model.
+    """
+    from transformers import Granite4VisionConfig, Granite4VisionForConditionalGeneration
+
+    vocab = save_tokenizer(folder)
+    vision: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "image_size": 32, "patch_size": 8, "vision_use_head": False}
+    sizes = [[32, 64], [64, 32], [64, 64]]
+    factors = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+    text = {**_TEXT, **factors, "num_hidden_layers": 6, "attention_multiplier": 0.2, "vocab_size": vocab}
+    config = Granite4VisionConfig(
+        vision_config={"model_type": "siglip_vision_model", **vision},
+        text_config={"model_type": "granite4_vision_text", **text},
+        qformer_config={"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 96},
+        image_token_index=SPECIAL.index("<image>"),
+        image_grid_pinpoints=sizes,
+        vision_feature_select_strategy="full",
+        downsample_rate="2/4",
+        **{"deepstack_layer_map": [[-2, 3], [-1, 0]], "spatial_target_layers": [1, 2, 4, 5]},
+    )
+    square = {"height": 32, "width": 32}
+    _write(
+        folder,
+        {
+            **{"image_processor_type": "LlavaNextImageProcessor", "size": square, "crop_size": square},
+            **{"image_grid_pinpoints": sizes, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        },
+    )
+    return _save(folder, Granite4VisionForConditionalGeneration(config))
 
 
 def save_qwen2_5_vl(folder: Path) -> Any:

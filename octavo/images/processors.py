@@ -28,7 +28,7 @@ _CHANNELS = {
     **dict.fromkeys(("internvl", "llava", "llava_next", "mistral3"), _CLIP),
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _CLIP),
     **dict.fromkeys(("gemma4", "gemma4_unified"), _UNCHANGED),
-    **dict.fromkeys(("gemma3", "idefics3", "lfm2_vl", "smolvlm"), _SIGLIP),
+    **dict.fromkeys(("gemma3", "granite4_vision", "idefics3", "lfm2_vl", "smolvlm"), _SIGLIP),
 }
 _FILTERS = 6
 #: Maximum pixels of a side, and of an image.
@@ -719,6 +719,12 @@ def read_llava_next(settings: ImageSettings) -> LlavaNextProcessor:
     return LlavaNextProcessor(placeholder, tile[0], tile[0] // patch, sizes, settings.resample(_BICUBIC))
 
 
+def read_granite4_vision(settings: ImageSettings) -> LlavaNextProcessor:
+    """Its features are of squares of 2 x 2 patches."""
+    processor = read_llava_next(settings)
+    return msgspec.structs.replace(processor, tile_side=processor.tile_side // 2)
+
+
 # Pixtral (Agrawal et al. 2024, section 2.1): the image's own size, rounded up to whole features.
 
 
@@ -857,7 +863,8 @@ AnyProcessor: TypeAlias = (
 _READERS: dict[str, Callable[[ImageSettings], AnyProcessor]] = {
     "llava": read_llava, "idefics3": read_idefics3, "smolvlm": read_idefics3, "gemma3": read_gemma3,
     "gemma4": read_gemma4, "gemma4_unified": read_gemma4,
-    "internvl": read_internvl, "lfm2_vl": read_lfm2_vl, "llava_next": read_llava_next, "mistral3": read_pixtral,
+    "internvl": read_internvl, "lfm2_vl": read_lfm2_vl, "mistral3": read_pixtral,
+    "granite4_vision": read_granite4_vision, "llava_next": read_llava_next,
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), read_qwen2_5_vl),
 }  # fmt: skip
 

@@ -228,7 +228,13 @@ class CrossAttention(Layer):
     """
 
     def __init__(
-        self, config: ModelConfig, context: LayerContext, scale: float | None = None, *, width: int | None = None
+        self,
+        config: ModelConfig,
+        context: LayerContext,
+        scale: float | None = None,
+        *,
+        width: int | None = None,
+        of_segment: bool = False,
     ) -> None:
         """Tensors are named q_proj, k_proj, v_proj and o_proj.
 
@@ -236,6 +242,7 @@ class CrossAttention(Layer):
             config: of the decoder.
             scale: of the scores, by default ``head_dim ** -0.5``.
             width: of the encoder's output, by default that of the decoder.
+            of_segment: whether keys and values are those of the queries' sequence, in its own blocks.
         """
         super().__init__()
         heads, kv_heads, head_dim, hidden = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
@@ -252,7 +259,7 @@ class CrossAttention(Layer):
         self.kv_heads = own_kv.stop - own_kv.start
         self._own, self._num_heads = own, heads
         self.out = self.attach("o_proj", RowParallelLinear(context, heads * head_dim, hidden, config.o_bias, columns))
-        self.spec = AttentionSpec(head_dim**-0.5 if scale is None else scale, causal=False, cross=True)
+        self.spec = AttentionSpec(head_dim**-0.5 if scale is None else scale, causal=False, cross=not of_segment)
         context.kernels.check_attention(self.spec)
 
     def write(self, states: Array, cache: LayerCache, batch: ForwardBatch) -> None:

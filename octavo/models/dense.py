@@ -76,6 +76,7 @@ class DenseForCausalLM(Decoder):
 
     def __init__(self, config: DenseConfig, context: LayerContext) -> None:
         super().__init__(config, context)
+        self._residual_scale = config.residual_scale
         self._scale = config.embedding_scale / config.residual_scale
         if self.is_first:
             self.embed_tokens.scale = self._scale
@@ -134,6 +135,13 @@ class DenseForCausalLM(Decoder):
 
     def set_virtual_tokens(self, first: int, embeddings: np.ndarray) -> None:
         super().set_virtual_tokens(first, embeddings * np.float32(self._scale) if self._scale != 1.0 else embeddings)
+
+    def set_features(self, first: int, features: np.ndarray) -> None:
+        """Vectors that layers add are of the whole stream."""
+        width, scale = self.config.hidden_size, self._residual_scale
+        if scale != 1.0 and features.shape[1] > width:
+            features = np.concatenate((features[:, :width], features[:, width:] / np.float32(scale)), axis=1)
+        super().set_features(first, features)
 
     def logits(self, hidden: Array) -> Array:
         logits = super().logits(hidden)

@@ -5,7 +5,7 @@ Pixtral 12B is a LLaVA with another tower (``octavo.models.pixtral``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from octavo.core.model_config import ImageFacts, ModelConfig
 from octavo.core.request import ImageInput
 from octavo.kernels.forward_batch import ForwardBatch
 from octavo.kernels.interface import Activation, Array, LayerCache
-from octavo.layers.layer import LayerContext
+from octavo.layers.layer import Layer, LayerContext
 from octavo.models.checkpoint import CheckpointEntry
 from octavo.models.config_files import ConfigReader, read_activation
 from octavo.models.network import Tower, TowerConfig, TowerInput
@@ -85,10 +85,12 @@ def read_llava_tower(reader: ConfigReader, family: str, config: type[TowerT]) ->
     )
 
 
-class LlavaTower(VitTower):
+class LayerReader(Layer):
+    """The projector of a vision transformer's layers."""
+
     def __init__(self, config: LlavaTowerConfig, width: int, context: LayerContext) -> None:
-        super().__init__(VisionTransformer(config.vision, context), context.kernels)
-        self._layers, self._keeps_first = config.layers, config.keeps_first
+        super().__init__()
+        self._kernels, self._layers, self._keeps_first = context.kernels, config.layers, config.keeps_first
         projector = Projector(
             context,
             [config.vision.hidden_size] * len(config.layers),
@@ -98,19 +100,30 @@ class LlavaTower(VitTower):
         )
         self.projector = self.attach("projector", projector)
 
-    def prepare(self, image: ImageInput) -> list[TowerInput]:
+    def choose(self, pieces: Iterable[TowerInput]) -> list[TowerInput]:
+        """The pieces with the rows that make features."""
         skipped = 0 if self._keeps_first else 1
-        return [
-            replace(piece, feature_rows=np.arange(skipped, len(piece.rows), dtype=np.int64))
-            for piece in super().prepare(image)
-        ]
+        return [replace(piece, feature_rows=np.arange(skipped, len(piece.rows), dtype=np.int64)) for piece in pieces]
+
+    def __call__(self, streams: Iterable[Array], batch: ForwardBatch) -> Array:
+        """The streams before each layer and after the last, float32 [T, E], to features float32 [N, width]."""
+        chosen: dict[int, Array] = {}
+        for number, stream in enumerate(streams):
+            if number in self._layers:
+                chosen[number] = self._kernels.take_sampled(stream, batch)
+        return self.projector(*(chosen[number] for number in self._layers))
+
+
+class LlavaTower(VitTower):
+    def __init__(self, config: LlavaTowerConfig, width: int, context: LayerContext) -> None:
+        super().__init__(VisionTransformer(config.vision, context), context.kernels)
+        self._reader = self.attach("", LayerReader(config, width, context))
+
+    def prepare(self, image: ImageInput) -> list[TowerInput]:
+        return self._reader.choose(super().prepare(image))
 
     def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
-        chosen: dict[int, Array] = {}
-        for number, stream in enumerate(self.vision.streams(rows, batch, caches[0])):
-            if number in self._layers:
-                chosen[number] = self.kernels.take_sampled(stream, batch)
-        return self.projector(*(chosen[number] for number in self._layers))
+        return self._reader(self.vision.streams(rows, batch, caches[0]), batch)
 
 
 class LlavaForConditionalGeneration(VisionLanguageModel):

@@ -6,6 +6,7 @@ padding, and with a learned vector at the end of each line.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,14 +15,18 @@ import numpy as np
 from octavo.core.errors import InvalidRequestError, UnsupportedModelError
 from octavo.core.model_config import ImageFacts, ModelConfig
 from octavo.core.request import ImageInput
+from octavo.kernels.forward_batch import ForwardBatch
+from octavo.kernels.interface import Array, LayerCache
 from octavo.layers.layer import LayerContext, Weight
 from octavo.models.checkpoint import CheckpointEntry, Rename
 from octavo.models.config_files import ConfigReader
-from octavo.models.llava import LlavaTower, LlavaTowerConfig, read_llava_tower
+from octavo.models.llava import LayerReader, LlavaTowerConfig, read_llava_tower
 from octavo.models.network import Tower, TowerInput
 from octavo.models.vision import (
     LLAMAS,
     VisionLanguageModel,
+    VisionTransformer,
+    VitTower,
     is_tied,
     read_image_token,
     read_language_model,
@@ -39,23 +44,30 @@ class LlavaNextTowerConfig(LlavaTowerConfig):
         return (Rename(r"^(model\.)?image_newline$", "tower.newline"), *super().names)
 
 
-class LlavaNextTower(LlavaTower):
-    def __init__(self, config: LlavaNextTowerConfig, width: int, context: LayerContext) -> None:
-        super().__init__(config, width, context)
-        self._dtype = context.dtype
+class NewlineTower(VitTower):
+    """Features of an image's whole and of its tiles, of which those of padding are left out."""
+
+    def __init__(self, vision: VisionTransformer, width: int, context: LayerContext, side: int) -> None:
+        """``side``: the number of features along the side of a tile."""
+        super().__init__(vision, context.kernels)
+        self.side, self._dtype = side, context.dtype
         self.expected["newline"] = (width,)
         self.holds.append(Weight("newline", (width,), "vector", context.dtype))
         #: float32 [E]: what ends a line of features.
         self.newline: np.ndarray
 
+    @abstractmethod
+    def tiles(self, image: ImageInput) -> list[TowerInput]:
+        """The pieces of an image; their features follow each other line by line."""
+
     def place(self, shard: str, tensor: np.ndarray) -> None:
         self.newline = tensor.astype(self._dtype.numpy).astype(np.float32)
 
     def prepare(self, image: ImageInput) -> list[TowerInput]:
-        layout, side = image.layout, self.vision.config.side
+        layout, side = image.layout, self.side
         if layout is None or image.pieces != 1 + layout.rows * layout.columns:
             raise InvalidRequestError(f"an image must have a whole and tiles, and not {image.pieces} pieces")
-        whole, *tiles = super().prepare(image)
+        whole, *tiles = self.tiles(image)
         lines, columns = side * layout.rows - 2 * layout.top, side * layout.columns - 2 * layout.left
         pieces = [replace(whole, places=np.arange(side**2, dtype=np.int64))]
         for number, tile in enumerate(tiles):
@@ -69,12 +81,24 @@ class LlavaNextTower(LlavaTower):
         return pieces
 
     def join(self, places: Sequence[np.ndarray | None], features: Sequence[np.ndarray]) -> np.ndarray:
-        at = np.concatenate([place for place in places if place is not None])
+        at, made = np.concatenate([place for place in places if place is not None]), np.concatenate(features)
         tiled = len(places) > 1
         # The last line ends after the last feature.
-        whole = np.tile(self.newline, (int(at.max()) + 1 + tiled, 1))
-        whole[at] = np.concatenate(features)
+        whole = np.tile(self.newline, (int(at.max()) + 1 + tiled, made.shape[1] // len(self.newline)))
+        whole[at] = made
         return whole
+
+
+class LlavaNextTower(NewlineTower):
+    def __init__(self, config: LlavaNextTowerConfig, width: int, context: LayerContext) -> None:
+        super().__init__(VisionTransformer(config.vision, context), width, context, config.vision.side)
+        self._reader = self.attach("", LayerReader(config, width, context))
+
+    def tiles(self, image: ImageInput) -> list[TowerInput]:
+        return self._reader.choose(VitTower.prepare(self, image))
+
+    def features(self, rows: Array, batch: ForwardBatch, caches: Sequence[LayerCache]) -> Array:
+        return self._reader(self.vision.streams(rows, batch, caches[0]), batch)
 
 
 class LlavaNextForConditionalGeneration(VisionLanguageModel):

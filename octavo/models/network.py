@@ -222,6 +222,8 @@ class Tower(Layer, ABC):
     #: The KV cache of a layer for one batch. Group 0 has block tables by segment; group 1 has one context of all rows
     #: for ``AttentionSpec.cross`` (the batch's cross tables).
     workspace: KVSpec
+    #: That of group 1, if its heads are others.
+    whole_workspace: KVSpec | None = None
 
     def weights(self, prefix: str = "") -> Iterator[Weight]:
         """As ``Layer.weights``; a token's step reads none of them."""

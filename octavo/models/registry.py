@@ -64,6 +64,11 @@ NETWORKS = {
     "GlmForCausalLM": ("glm", "octavo.models.dense", "DenseForCausalLM"),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "octavo.models.deepseek", "DeepseekForCausalLM"),
     "GptOssForCausalLM": ("gpt_oss", "octavo.models.gpt_oss", "GptOssForCausalLM"),
+    "Granite4VisionForConditionalGeneration": (
+        "granite4_vision",
+        "octavo.models.granite4_vision",
+        "Granite4VisionForConditionalGeneration",
+    ),
     "GraniteForCausalLM": ("granite", "octavo.models.dense", "DenseForCausalLM"),
     "GraniteMoeForCausalLM": ("granitemoe", "octavo.models.mixtures", "MixtureForCausalLM"),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", "octavo.models.mamba_hybrids", "MambaHybridForCausalLM"),

@@ -212,7 +212,8 @@ class ClassPositionEmbedding(PositionEmbedding):
 class VisionTransformer(Layer):
     """The patches of one piece to the stream after the last layer; all patches attend to each other."""
 
-    def __init__(self, config: VitConfig, context: LayerContext) -> None:
+    def __init__(self, config: VitConfig, context: LayerContext, *, whole: bool = False) -> None:
+        """``whole``: the patches of a piece attend to each other though they are in several segments."""
         super().__init__()
         self.config, width, eps = config, config.hidden_size, config.layer_norm_eps
         self.make_embedding(context)
@@ -220,7 +221,7 @@ class VisionTransformer(Layer):
         norm = RMSNorm if config.norm == "rms" else LayerNorm
         self.layers: list[EncoderPreNormLayer] = []
         for index in range(config.num_layers):
-            spec = AttentionSpec(config.head_dim**-0.5, causal=False)
+            spec = AttentionSpec(config.head_dim**-0.5, causal=False, cross=whole)
             attention = Attention(config, context, spec, whole_qk=config.whole_qk_norm)
             if config.whole_qk_norm:
                 attention.set_norms(*(ProjectionNorm(context, width, config.rms_norm_eps) for _ in range(2)))

@@ -82,7 +82,9 @@ class TowerRunner:
         return self._kernels.capture_parts(forward, self._size)
 
     def _workspace(self, group: int, blocks: int) -> LayerCache:
-        cache = self._kernels.make_group_cache(self._tower.workspace, 1, blocks, self._block_size)[0]
+        tower = self._tower
+        spec = tower.whole_workspace or tower.workspace if group else tower.workspace
+        cache = self._kernels.make_group_cache(spec, 1, blocks, self._block_size)[0]
         cache.group = group
         return cache
 

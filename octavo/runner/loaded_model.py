@@ -325,7 +325,7 @@ def _kv_specs(options: EngineConfig, config: ModelConfig, dtype: str, drafts: Dr
             "none: leave it out"
         )
     if network.tower is not None:
-        kv_specs.add(network.tower.workspace)
+        kv_specs |= {network.tower.workspace, network.tower.whole_workspace or network.tower.workspace}
     if network.workspace is not None:
         return kv_specs | {network.workspace}
     if drafts is not None:

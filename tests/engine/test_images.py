@@ -24,6 +24,7 @@ from tests.image_models import (
     picture,
     save_gemma3,
     save_gemma4,
+    save_granite4_vision,
     save_internvl,
     save_lfm2_vl,
     save_llava,
@@ -49,11 +50,12 @@ SAVE: dict[str, Callable[[Path], Any]] = {
     "llava": save_llava,
     "smolvlm": save_smolvlm,
     "gemma3": save_gemma3,
-    "gemma4": save_gemma4,
+    "gemma4": partial(save_gemma4, features=16),
     "mistral3": save_mistral3,
     "internvl": save_internvl,
     "lfm2_vl": save_lfm2_vl,
     "next": save_llava_next,
+    "granite4": save_granite4_vision,
 }
 PLACE = dict.fromkeys(SAVE, "<image>") | {
     "gemma3": "<start_of_image>",
@@ -143,7 +145,8 @@ def options_of(family: str, **options: Any) -> dict[str, Any]:
 
 
 #: By default all with one family; what cuts and repeats prompts with the one whose images' tokens see each other; and
-#: one each with inputs of each layer, lines of features, tiles whose features are put together, and recurrent states.
+#: one each with inputs of each layer, lines of features, vectors of more layers, tiles whose features are put together,
+#: and recurrent states.
 BY_DEFAULT = {
     *(("llava", company) for company in COMPANY),
     *(
@@ -153,6 +156,7 @@ BY_DEFAULT = {
         ("gemma4", "swapped"),
         ("mistral3", "chunks"),
         ("next", "chunks"),
+        ("granite4", "recomputed"),
         ("lfm2_vl", "swapped"),
     ),
 }
@@ -284,7 +288,7 @@ def inputs_there(family: str, pictures: list[np.ndarray], images: list[ImageInpu
         return placed_patches(images, 4)
     if family == "lfm2_vl":
         return padded_patches(images, 8, normalisation)
-    if family == "next":
+    if family in ("next", "granite4"):
         sizes = torch.tensor([each.shape[:2] for each in pictures])
         return {"pixel_values": padded_tiles(images, normalisation), "image_sizes": sizes}
     pixels = torch.cat([normal_pixels(image, normalisation) for image in images])

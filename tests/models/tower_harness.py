@@ -123,7 +123,8 @@ class TowerDriver:
         blocks = -(-tokens // block_size) + segments
         self.caches = []
         for group in range(2):
-            cache = kernels.make_cache([LayerGroup(tower.workspace, (0,))], [blocks], block_size)[0]
+            spec = tower.whole_workspace or tower.workspace if group else tower.workspace
+            cache = kernels.make_cache([LayerGroup(spec, (0,))], [blocks], block_size)[0]
             cache.group = group
             self.caches.append(cache)
         self.rows = kernels.zeros((tokens, tower.row_width), DType.FLOAT32)
