@@ -144,6 +144,7 @@ def test_a_disk_costs_what_its_calls_take(tmp_path: Path, monkeypatch: pytest.Mo
             return super().write(keys, values)
 
     monkeypatch.setattr(calibrate_disk, "DiskStore", Timed)
+    monkeypatch.setattr(calibrate_disk, "_MOST_BLOCKS", 8)
     found = calibrate_disk.calibrate_disk(str(tmp_path / "new"), 5000, rounds=2)
     assert (found.call, found.read, found.write) == pytest.approx((3e-3, 2e-6, 5e-6))
     assert list((tmp_path / "new").iterdir()) == []
