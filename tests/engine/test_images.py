@@ -50,7 +50,7 @@ SAVE: dict[str, Callable[[Path], Any]] = {
     "llava": save_llava,
     "smolvlm": save_smolvlm,
     "gemma3": save_gemma3,
-    "gemma4": partial(save_gemma4, features=16),
+    "gemma4": functools.partial(save_gemma4, features=16),
     "mistral3": save_mistral3,
     "internvl": save_internvl,
     "lfm2_vl": save_lfm2_vl,
