@@ -451,13 +451,13 @@ class Sizes:
         sums: defaultdict[tuple[str, str, float], float] = defaultdict(float)
         for weight in self.network.weights():
             if weight.kind in ("linear", "head") and weight.active:
-                kind = "head" if self._has_queries_alone(weight) else weight.kind
-                sums[kind, str(weight.dtype), weight.active] += math.prod(weight.shape)
+                read_by = "head" if self._has_queries_alone(weight) else str(weight.kind)
+                sums[read_by, str(weight.dtype), weight.active] += math.prod(weight.shape)
         if (gguf := self.gguf) is not None:
             active = min((share for _, _, share in sums), default=1.0)
             linear = [weight for weight in self.network.weights() if weight.kind == "linear"]
-            late = sum(math.prod(weight.shape) for weight in linear if self._has_queries_alone(weight))
-            late /= max(1, sum(math.prod(weight.shape) for weight in linear))
+            queries = sum(math.prod(weight.shape) for weight in linear if self._has_queries_alone(weight))
+            late = queries / max(1, sum(math.prod(weight.shape) for weight in linear))
             sums.clear()
             for kind, number in gguf.linear.items():
                 sums["linear", self._form(kind), 1.0] += (1 - late) * number
