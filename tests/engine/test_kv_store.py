@@ -102,7 +102,8 @@ def start(model: Path, folder: Path, **options: Any) -> LLM:
     llm = LLM(str(model), skip_tokenizer_init=True, kv_disk=str(folder), **OPTIONS | options)
     end = time.monotonic() + 30
     while not stores_of(llm).tiers:  # any step brings the statistics of stores that are open
-        llm.generate([[9]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        llm.generate([[9]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+        time.sleep(0.05)
         assert time.monotonic() < end, "the store was not opened"
     return llm
 

@@ -10,12 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo.cli.fit import open_fit
 from octavo.config.engine_config import make_config
-from octavo.config.options import SpeculativeConfig
 from octavo.core.dtypes import DType
 from octavo.core.errors import ConfigError, UnsupportedModelError, WeightError
-from octavo.engine.fit import Load
 from octavo.engine.memory_needs import size_model
 from octavo.kernels.weight_rows import to_values
 from octavo.loader.gguf_file import GGUFCheckpoint
@@ -135,10 +132,3 @@ def test_the_memory_of_a_model_counts_them(tmp_path: Path) -> None:
     )
     more = size_model(options, 1 << 30).need.weights - alone.need.weights
     assert more == weight_bytes(build_without_weights(found, config.checkpoint_dtype)) > 0
-
-
-def test_what_fits_is_without_them(tmp_path: Path) -> None:
-    save_mtp("deepseek", tmp_path)
-    with open_fit(make_config(model=str(tmp_path), device="cpu"), 1 << 30, speed=False) as fit:
-        options = fit.engine_options(fit.choices(Load(users=1, context=64))[0])
-    assert make_config(model=str(tmp_path), **options).speculative_config == SpeculativeConfig(method="none")
