@@ -91,7 +91,7 @@ _MAX_BLOCKS = 64
 state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
 #: Share of the time of a CPU's threads for writes to the KV stores while sequences run. A write stops one thread of a
 #: step and the others wait for it, so it costs a multiple.
-_WRITE_SHARE = 0.001
+_WRITE_SHARE = 0.01
 _RECORDED_FIELDS = set(StepRecord.__struct_fields__) & set(StepStats.__struct_fields__)
 
 

@@ -28,8 +28,8 @@ class StoreLimits:
     #: Written per second, until the speed of the stores is known, and at once after a pause.
     second_bytes: float = 200e6
     burst_bytes: int = 48 << 20
-    #: Share of a processor's time that writes of blocks that are not evicted may take while sequences run; None: steps
-    #: have other processors.
+    #: While sequences run, blocks are written that are evicted, and those that a prompt has found, which may take this
+    #: share of a processor's time; None: all, as steps have other processors.
     busy_share: float | None = None
     #: Read by one fetch: one block of each KV group at least.
     fetch_bytes: int = 56 << 20
@@ -58,9 +58,8 @@ class StoredBlocks:
     known; so are the states of whole blocks (``StateCache``), not those at the ends of prompts and answers. Plans name
     queued blocks as fast as the stores write: evicted ones first, which the step that takes their place reads before,
     then those that a prompt has found since, then the others in their order. What is evicted faster is lost. Where
-    steps and writes share processors, writes of others than evicted blocks take no more than ``StoreLimits.busy_share``
-    from the steps; the rest is written when nothing runs. Blocks read from the stores are written to the device by the
-    next plan, and cached like computed ones.
+    steps and writes share processors (``StoreLimits.busy_share``), the others are written when nothing runs. Blocks
+    read from the stores are written to the device by the next plan, and cached like computed ones.
 
     Invariant: a queued digest is in the prefix cache on the device, or will be skipped.
     """
@@ -197,7 +196,8 @@ class StoredBlocks:
         later: list[tuple[int, bytes]] = []
         limits, seconds = self.limits, now - self._grown
         self._spare = min(self._busy_bytes, self._spare + seconds * self._busy_bytes) if is_busy else float("inf")
-        while (self._found or self._queue) and self._room > 0 and self._spare > 0:
+        waits = is_busy and limits.busy_share is not None
+        while (self._found or (self._queue and not waits)) and self._room > 0 and self._spare > 0:
             number, digest = self._found.popitem(last=False)[0] if self._found else self._queue.popleft()
             if digest not in self._queued[number]:
                 continue

@@ -127,12 +127,14 @@ def test_digests_are_forgotten_in_the_end() -> None:
     assert not any(known[:42]) and all(known[-4:])
 
 
-def test_while_sequences_run_writes_take_a_share_of_processor_time() -> None:
+def test_while_sequences_run_found_blocks_take_a_share_of_processor_time() -> None:
     manager = make(num_blocks=64, second_bytes=100.0, burst_bytes=8, busy_share=0.25)
     assert manager.stored is not None
     manager.stored.observe_writes([StoreTierStats("disk", bytes_written=80, write_seconds=0.01, processor_seconds=10)])
     take(manager)
-    compute(manager, list(range(160)))
+    tokens = list(range(100))
+    compute(manager, tokens)
+    compute(manager, list(range(200, 260)), seq_id=1)
 
     def named(now: float, is_busy: bool) -> int:
         plan = StepPlan(0)
@@ -141,10 +143,12 @@ def test_while_sequences_run_writes_take_a_share_of_processor_time() -> None:
         manager.take_moves()
         return len(plan.blocks_to_store)
 
-    named(0.5, True)
+    assert [named(second, True) for second in (0.5, 1.0)] == [0, 0]
+    manager.prefixes.adopt(2, manager.prefixes.match([*tokens, 0], chain_of(manager, tokens)))
+    named(1.5, True)
     # A byte costs an eighth of a second, and a block has one: a quarter of the time pays for two a second.
-    assert [named(second, True) for second in (1.0, 1.5, 2.0, 2.5)] == [1, 1, 1, 1]
-    assert [named(second, False) for second in (3.0, 3.5)][1] == 8
+    assert [named(second, True) for second in (2.0, 2.5, 3.0, 3.5)] == [1, 1, 1, 1]
+    assert [named(second, False) for second in (4.0, 4.5)][1] == 8
 
 
 def test_blocks_that_a_prompt_has_found_are_named_first() -> None:
