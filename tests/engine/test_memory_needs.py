@@ -18,6 +18,7 @@ from octavo import LLM
 from octavo.config.engine_config import make_config
 from octavo.engine.memory_needs import GGUFSizes, size_model
 from octavo.layers.layer import Layer
+from tests.embedding_models import make_encoder
 from tests.loader.conftest import random_blocks, tiny_llama  # noqa: F401  a fixture
 from tests.models.mtp_models import save_mtp
 
@@ -79,6 +80,16 @@ def test_weights_of_a_folder_with_layers_that_draft(tmp_path: Path, quantization
     with loaded(tmp_path, **options) as engine:
         assert engine.drafter is not None
         assert need.weights == pytest.approx(held_bytes(engine.networks), rel=0.05)
+
+
+def test_options_of_decoders_are_left_out_by_others(tiny_model: Path, tmp_path: Path) -> None:
+    shared = {"kv_disk": str(tmp_path / "kv"), "kv_disk_bytes": "1GiB", "speculative_config": {"method": "ngram"}}
+    encoder = make_encoder(tmp_path / "encoder")
+    sized = size_model(make_config(model=str(encoder), device="cpu", **shared), 1 << 30)
+    assert sized.options.kv_disk is None and sized.options.speculative_config is None
+    sized.options.for_encoder("cpu")
+    sized = size_model(make_config(model=str(tiny_model), device="cpu", **shared), 1 << 30)
+    assert sized.options.kv_disk and sized.options.speculative_config
 
 
 def test_adapters_count(tiny_model: Path) -> None:
