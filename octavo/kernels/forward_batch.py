@@ -150,6 +150,10 @@ class ForwardOutput(NamedTuple):
     #: Of an image tower, float32 [N, E] each: what is added before each of ``ImageFacts.layers``.
     layer_features: tuple[Array, ...] = ()
 
+    def arrays(self) -> list[Array]:
+        arrays = self.hidden, self.logits, self.features, *self.layer_features
+        return [array for array in arrays if array is not None]
+
     def first(self, tokens: int, sampled: int) -> ForwardOutput:
         """The first ``tokens`` rows of hidden states and features, and the first ``sampled`` rows of the others."""
         return ForwardOutput(

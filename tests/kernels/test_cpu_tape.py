@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octavo.core.dtypes import DType
 from octavo.core.errors import UnrecordableError
 from octavo.kernels.forward_batch import BatchSize, Forward, ForwardBatch, ForwardOutput
 from octavo.kernels.torch_backend import sum_as_tree
@@ -24,6 +25,7 @@ _cpu: Any = pytest.importorskip("octavo._cpu")
 CpuKernels: Any = importlib.import_module("octavo.kernels.cpu.backend").CpuKernels
 CpuArray: Any = importlib.import_module("octavo.kernels.cpu.array").CpuArray
 torch_facade: Any = importlib.import_module("tests.kernels.torch_facade")
+Arena: Any = importlib.import_module("octavo.kernels.cpu.tape").Arena
 Communicator: Any = importlib.import_module("octavo.kernels.cpu.backend").SharedMemoryCommunicator
 thread_group: Any = importlib.import_module("tests.thread_groups").thread_group
 
@@ -254,3 +256,21 @@ def test_steps_are_recorded_without_torch() -> None:
     # Another process has the kernels of this machine, which lack sets that tests emulate.
     environ = {**os.environ, "OCTAVO_CPU_ISA": ""}
     subprocess.run([sys.executable, "-c", RECORD], check=True, timeout=120, env=environ)
+
+
+def test_an_array_may_have_the_memory_of_another_that_lives() -> None:
+    arena = Arena()
+
+    def take() -> Any:
+        return arena.take((4, 8), DType.FLOAT32, _cpu.Rows.tokens)
+
+    first = take()
+    with arena.shared([first]):
+        second = take()
+        assert take().address != first.address
+    address = first.address
+    assert second.address == address
+    del first
+    assert take().address != address, "the second one has it still"
+    del second
+    assert take().address == address

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +42,9 @@ class OpRunner:
         def replay(batch: ForwardBatch, forward: Forward = forward) -> ForwardOutput:
             nonlocal last, other
             if (sampled_only := batch.sampled_only) is not None:
-                other = other or self._record(forward, largest, kernels, self.arena, sampled_only=True)
+                if other is None:
+                    with self.arena.shared(output.arrays()):
+                        other = self._record(forward, largest, kernels, self.arena, sampled_only=True)
                 other[0].run(step_of(batch), step_of(sampled_only))
                 return other[1].first(len(batch.sampled_rows), len(batch.sampled_rows))
             if last[0] is not batch:  # a step that repeats the last one has the same batch, changed in place
@@ -134,21 +139,42 @@ class Arena:
 
     def __init__(self) -> None:
         self._owned: list[np.ndarray] = []
-        self._free: dict[int, list[np.ndarray]] = {}
+        #: By size, each buffer that nothing uses.
+        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        #: By address of a buffer: its leases, which are several if it is shared.
+        self._num_leases: Counter[int] = Counter()
 
     def take(self, shape: tuple[int, ...], dtype: DType, rows: Any) -> CpuArray:
         """An uninitialised array; it and its views have a ``Lease`` as their owner."""
         size = math.prod(shape) * dtype.itemsize
-        free = self._free.setdefault(size, [])
-        if free:
+        if free := self._free[size]:
             buffer = free.pop()
         else:
             buffer = np.empty(size + 64, np.uint8)
             self._owned.append(buffer)
-        lease = Lease(buffer, rows)
-        weakref.finalize(lease, free.append, buffer)
-        address = buffer.ctypes.data
+        lease, address = Lease(buffer, rows), buffer.ctypes.data
+        self._num_leases[address] += 1
+        weakref.finalize(lease, self._give_back, size, buffer)
         return CpuArray(lease, address + -address % 64, shape, dtype)
+
+    def _give_back(self, size: int, buffer: np.ndarray) -> None:
+        address = buffer.ctypes.data
+        self._num_leases[address] -= 1
+        if not self._num_leases[address]:
+            self._free[size].append(buffer)
+
+    @contextmanager
+    def shared(self, arrays: Iterable[Any]) -> Iterator[None]:
+        """Meanwhile arrays may be taken in the memory of these, which are not read after the others are written."""
+        buffers = [array.owner.buffer for array in arrays if isinstance(array.owner, Lease)]
+        for buffer in buffers:
+            self._free[len(buffer) - 64].append(buffer)
+        try:
+            yield
+        finally:
+            for buffer in buffers:
+                free = self._free[len(buffer) - 64]
+                free[:] = [each for each in free if each is not buffer]
 
 
 @dataclass
