@@ -36,6 +36,12 @@ PARTS: dict[str, type[BaseModel]] = {
 }  # fmt: skip
 
 
+_REFUSED_BY_ENCODERS = ("speculative_config", "shared_prefix", "enable_prompt_adapter", "kv_disk", "kv_store")
+_REFUSED_BY_ENCODER_DECODERS = (
+    *("shared_prefix", "enable_lora", "enable_prompt_adapter", "host_prefix_cache", "kv_disk", "kv_store"),
+)
+
+
 class EngineConfig(
     DeviceOptions, ImageOptions, AdapterOptions, ParallelOptions, StructuredOutputOptions, SpeculativeOptions,
     SchedulerOptions, CacheOptions, ModelOptions,
@@ -101,8 +107,7 @@ class EngineConfig(
 
     def for_encoder_decoder(self, device: str, context_length: int) -> Self:
         """``with_token_budget`` for an encoder-decoder model; raises ConfigError for unsupported options."""
-        names = ("shared_prefix", "enable_lora", "enable_prompt_adapter", "host_prefix_cache", "kv_disk", "kv_store")
-        refused = {name: getattr(self, name) for name in names}
+        refused = {name: getattr(self, name) for name in _REFUSED_BY_ENCODER_DECODERS}
         if self.speculative_config is not None and self.speculative_config.drafts_on_workers:
             refused[f"speculative_config with method {self.speculative_config.method!r}"] = True
         if self.pipeline_parallel_size > 1:
@@ -149,10 +154,15 @@ class EngineConfig(
             )
         return self.model_copy(update=dict.fromkeys(names, size))
 
+    def without_refused(self, *, is_encoder: bool) -> Self:
+        """The options that an encoder, or an encoder-decoder model, has of those that all models of a server share."""
+        names = _REFUSED_BY_ENCODERS if is_encoder else (*_REFUSED_BY_ENCODER_DECODERS, "speculative_config")
+        return type(self).model_validate(self.model_dump(exclude_unset=True, exclude={*names, "kv_disk_bytes"}))
+
     def for_encoder(self, device: str) -> Self:
         """``with_token_budget`` for an encoder, without a KV cache; raises ConfigError for unsupported options."""
-        for name in ("speculative_config", "shared_prefix", "enable_prompt_adapter", "kv_disk", "kv_store"):
-            if getattr(self, name, None):
+        for name in _REFUSED_BY_ENCODERS:
+            if getattr(self, name):
                 raise ConfigError(f"{name} is for models that generate text: leave it out")
         if (budget := self.max_num_batched_tokens) is None:
             budget = max(ENCODER_TOKEN_BUDGET if device == "cpu" else TOKEN_BUDGET, self.max_num_seqs)

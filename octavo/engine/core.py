@@ -89,8 +89,8 @@ _LAST_WRITES, _WRITE_PAUSE = 1.0, 0.01
 _MAX_BLOCKS = 64
 #: The fields of ``StepStats`` that are those of ``SchedulerState``, in their order.
 state_of = operator.attrgetter(*SchedulerState.__struct_fields__)
-#: Share of the time of a CPU's threads for writes to the KV stores while sequences run. A write stops one thread of a
-#: step and the others wait for it, so it costs a multiple.
+#: Share of the time of a CPU's threads for writes to the KV stores, of blocks that a prompt has found, while sequences
+#: run (``StoreLimits.busy_share``).
 _WRITE_SHARE = 0.01
 _RECORDED_FIELDS = set(StepRecord.__struct_fields__) & set(StepStats.__struct_fields__)
 

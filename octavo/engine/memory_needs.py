@@ -28,8 +28,6 @@ CACHE_SHARE = 1 / 8
 #: Default of the memory for all models: share of what is free at the start.
 _FREE_SHARE = 0.9
 _GIB = 1 << 30
-#: Options that encoders and encoder-decoder models refuse.
-_OF_DECODERS = {"kv_disk", "kv_disk_bytes", "kv_store", "speculative_config", "host_prefix_cache"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,7 @@ def memory_of_models(options: EngineConfig) -> int:
 def size_model(options: EngineConfig, memory: int) -> SizedModel:
     """The memory that a model takes, beside others in ``memory`` bytes.
 
-    Of options that all models of a server share, encoders and encoder-decoder models leave out those of decoders alone.
+    Encoders and encoder-decoder models leave out options that they would refuse, as all models of a server share them.
     A cache without a size gets what ``max_num_seqs`` sequences of full length use, at most ``CACHE_SHARE`` of
     ``memory``; but one sequence of ``max_model_len``, if that is set. There is no swap space unless an option asks for
     it. Models that are not here are downloaded.
@@ -97,7 +95,7 @@ def size_model(options: EngineConfig, memory: int) -> SizedModel:
     folder = resolve_model(options.model, revision=options.revision, weights=not dummy, mmproj=options.mmproj)
     config, gguf = read_config(folder, options), gguf_source(options.model, options.revision)
     if config.is_encoder or config.encoder_facts is not None:
-        options = EngineConfig.model_validate(options.model_dump(exclude_unset=True, exclude=_OF_DECODERS))
+        options = options.without_refused(is_encoder=config.is_encoder)
     device = resolve_device(options.device)
     backend = options.kernels if options.kernels != "auto" else "cpu" if device == "cpu" else "triton"
     quantization = weight_quantization(options, backend, config.quantization, is_gguf=gguf is not None)
