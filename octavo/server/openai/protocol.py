@@ -36,6 +36,10 @@ from octavo.server.fields import (
     type_of,
 )
 
+#: Marks up to which the prompt is held in the prefix cache.
+CacheControl = Annotated[Any, Field(description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')]
+CacheBreakpoint = Annotated[Any, Field(description='{"mode": "explicit"}: hold the prompt up to here.')]
+
 # The format of the answer, in the names of several APIs.
 
 
@@ -96,7 +100,7 @@ class FunctionDefinition(RequestModel):
 class FunctionTool(RequestModel):
     type: Literal["function"]
     function: FunctionDefinition
-    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
+    cache_control: CacheControl = None
     _sent: Any = PrivateAttr(None)
 
     @model_validator(mode="wrap")
@@ -123,7 +127,7 @@ class CustomTool(RequestModel):
 
     type: Literal["custom"]
     custom: CustomDefinition
-    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
+    cache_control: CacheControl = None
 
 
 class OtherTool(RequestModel):
@@ -346,8 +350,8 @@ class CompletionRequest(GenerationRequest):
 class TextPart(RequestModel):
     type: TextKind
     text: str
-    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
-    prompt_cache_breakpoint: Any = Field(None, description='{"mode": "explicit"}: hold the prompt up to here.')
+    cache_control: CacheControl = None
+    prompt_cache_breakpoint: CacheBreakpoint = None
 
 
 class ImageUrl(RequestModel):
@@ -357,8 +361,8 @@ class ImageUrl(RequestModel):
 class ImagePart(RequestModel):
     type: Annotated[Literal["image_url"], SEEN]
     image_url: str | ImageUrl
-    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
-    prompt_cache_breakpoint: Any = Field(None, description='{"mode": "explicit"}: hold the prompt up to here.')
+    cache_control: CacheControl = None
+    prompt_cache_breakpoint: CacheBreakpoint = None
 
     @property
     def url(self) -> str:
@@ -386,7 +390,7 @@ class ChatMessage(RequestModel):
     reasoning_content: str | None = Field(None, description="The reasoning of the assistant; also named reasoning.")
     reasoning: Any = Field(None, description="Another name of reasoning_content.")
     reasoning_details: Any = Field(None, description="The same as a list of parts.")
-    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
+    cache_control: CacheControl = None
 
 
 class TemplateOptions(ThinkingFields):

@@ -19,7 +19,7 @@ from octavo.server.fields import (
     TextKind,
     type_of,
 )
-from octavo.server.openai.protocol import OtherTool, SamplingFields, TokenLogprob
+from octavo.server.openai.protocol import CacheBreakpoint, CacheControl, OtherTool, SamplingFields, TokenLogprob
 
 # Input items, tools, and options of requests.
 
@@ -27,16 +27,16 @@ from octavo.server.openai.protocol import OtherTool, SamplingFields, TokenLogpro
 class InputPart(RequestModel):
     type: TextKind
     text: str
-    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
-    prompt_cache_breakpoint: Any = Field(None, description='{"mode": "explicit"}: hold the prompt up to here.')
+    cache_control: CacheControl = None
+    prompt_cache_breakpoint: CacheBreakpoint = None
 
 
 class ImageInputPart(RequestModel):
     type: Annotated[Literal["input_image"], SEEN]
     image_url: str | None = None
     detail: Any = None
-    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
-    prompt_cache_breakpoint: Any = Field(None, description='{"mode": "explicit"}: hold the prompt up to here.')
+    cache_control: CacheControl = None
+    prompt_cache_breakpoint: CacheBreakpoint = None
 
 
 Part = Annotated[
@@ -56,7 +56,7 @@ class MessageItem(Item):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
+    cache_control: CacheControl = None
 
 
 class CallItem(Item):
@@ -118,7 +118,7 @@ def _tag(value: Any, default: str, tags: Mapping[str, str]) -> str:
 class ToolFields(RequestModel):
     name: str
     description: str | None = None
-    cache_control: Any = Field(None, description='{"type": "ephemeral", "ttl": "1h"}: hold the prompt up to here.')
+    cache_control: CacheControl = None
 
 
 class FunctionTool(ToolFields):
